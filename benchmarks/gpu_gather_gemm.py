@@ -19,7 +19,7 @@ import torch.distributed as dist
 import blockscale as bs
 from blockscale.bench.timing import Timer
 from blockscale.distributed import all_gather, all_gather_gemm
-from blockscale.distributed.plain import gathered
+from blockscale.distributed.functional_collectives import all_gather_tensor
 
 #: Rows of a rank, K, N.
 NAMED = [(2048, 7168, 2048), (2048, 7168, 4096), (4096, 4096, 14336), (8192, 7168, 2048)]
@@ -47,7 +47,7 @@ def measure(shape: tuple[int, int, int], timer: Timer) -> dict[str, Any]:
         "kernel": lambda: all_gather_gemm(a, b, backend="kernel"),
         "steps": lambda: all_gather_gemm(compact, b, backend="steps"),
         "gather": lambda: all_gather(compact),
-        "gather bf16": lambda: gathered(shard, 0, None),
+        "gather bf16": lambda: all_gather_tensor(shard, 0, None),
         "product": lambda: bs.gemm(whole, b),
     }
     want = bs.gemm(whole, b)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -120,3 +121,10 @@ def test_names_of_modules_of_tests_are_unique():
     files = [*Path(__file__).parent.rglob("*.py")]
     names = Counter(path.name for path in files if path.name not in ("conftest.py", "__init__.py"))
     assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_distributed_says_what_each_file_does():
+    folder = ROOT / "distributed"
+    told = ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8")))
+    files = {path.stem for path in folder.glob("*.py")} - {"__init__"}
+    assert set(re.findall(r"``(\w+)``", told or "")) == files

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
-from tensor_ranks import BATCH, WIDE, make_block, parallel, whole
+from observed import counted_gathers, whole
+from tensor_ranks import BATCH, WIDE, make_block, parallel
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,7 +19,11 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import blockscale as bs
-from blockscale.distributed import ColwiseParallel, RowwiseParallel, gather_quantized, plain
+from blockscale.distributed import (
+    ColwiseParallel,
+    RowwiseParallel,
+    gather_quantized,
+)
 
 CPU, LENGTH, STEPS = torch.device("cpu"), 128, 2
 #: Of a block that is one graph: its recipe, and what else.
@@ -109,19 +113,13 @@ def layers(rank: int, mesh: Any) -> dict[str, Any]:
 
 def watched(model: nn.Module, x: Tensor) -> tuple[tuple[list[int], list[int]], list[Any]]:
     """Bytes of each gather, in the forward and in the backward; and what is kept between."""
-    sent: list[int] = []
     kept: list[tuple[torch.dtype, int]] = []
-    gather = plain._gather
-
-    def count(received: Tensor, message: Tensor, group: Any) -> Any:
-        sent.append(message.nbytes)
-        return gather(received, message, group)
 
     def keep(x: Tensor) -> Tensor:
         kept.append((x.dtype, x.numel()))
         return x
 
-    with patch.object(plain, "_gather", count):
+    with counted_gathers() as sent:
         with saved_tensors_hooks(keep, lambda x: x):
             y = model(x.requires_grad_())
         before = len(sent)

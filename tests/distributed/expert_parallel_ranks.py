@@ -16,16 +16,16 @@ import sequence_ranks
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from observed import error_of, whole
 from processes import begin
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import blockscale as bs
-from blockscale.distributed import ExpertParallel, all_to_all
+from blockscale.distributed import ExpertParallel
 
 HIDDEN, INNER, EXPERTS, TOPK = 128, 64, 8, 3
 #: Tokens of each of four ranks; of fewer ranks the sums.
@@ -124,10 +124,6 @@ def step(experts: nn.Module, case: Case, given: list[Tensor]) -> list[Tensor]:
     y.backward(grad.to(y.dtype))
     found = [y.detach(), x.grad, weights.grad]
     return found + [whole(p.grad) for p in experts.parameters() if p.requires_grad]
-
-
-def whole(x: Tensor) -> Tensor:
-    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def gathered(x: Tensor, ranks: int) -> Tensor:
@@ -336,74 +332,42 @@ def bytes_sent(rank: int, ranks: int, device: torch.device) -> dict[str, list[fl
     return found
 
 
-def sent(rank: int, ranks: int) -> dict[str, bool]:
-    """Whether quantized rows that travel are rows that travel and are quantized then."""
-    found = {}
-    x = torch.randn(ranks * 8, 256, generator=torch.Generator().manual_seed(rank)) * (1 + rank)
-    to = [(3 * rank + r) % 4 for r in range(ranks)]  # rows for each rank; none for some
-    x = x[: sum(to)]
-    come = [(3 * r + rank) % 4 for r in range(ranks)]
-    rows = x.new_empty(sum(come), x.shape[1])
-    dist.all_to_all_single(rows, x, come, to)
-    for format in ("mxfp8", "mxfp8_e5m2", "mxfp4", "nvfp4", "fp8_1x128"):
-        scale = {"global_scale": 0.02} if format == "nvfp4" else {}
-        got = all_to_all(bs.quantize(x, format, **scale), come, to)
-        want = bs.quantize(rows, format, **scale)
-        pairs = (got.qdata, want.qdata), (got.qscale, want.qscale)
-        equal = all(torch.equal(*(each.view(torch.uint8) for each in pair)) for pair in pairs)
-        found[format] = equal and got.shape == want.shape
-    return found
-
-
 def wrong(rank: int, ranks: int, device: torch.device) -> dict[str, str]:
     """What a rank is told where one of them, the last one, does something else."""
-    last, told = rank == ranks - 1, {}
+    last, told = rank == ranks - 1, dict[str, str]()
     mesh = init_device_mesh(device.type, (ranks,), mesh_dim_names=("ep",))
-
-    def attempt(name: str, call: Any) -> None:
-        try:
-            call()
-            told[name] = "nothing"
-        except (ValueError, TypeError, RuntimeError) as error:
-            told[name] = f"{type(error).__name__}: {error}"
-
-    x = bs.quantize(torch.randn(2 * ranks, 128, device=device), "mxfp8_e5m2" if last else "mxfp8")
-    two = [2] * ranks
-    attempt("formats", lambda: all_to_all(x, two, two))
-    ones = torch.ones(ranks, 128, device=device)
-    scaled = bs.quantize(ones, "nvfp4", global_scale=1.0 + rank)
-    got = all_to_all(scaled, [1] * ranks, [1] * ranks).dequantize()
-    told["global scales"] = str(bool(got.isnan().all()))
-    attempt("sizes", lambda: all_to_all(x, two, [1] * ranks))
-    attempt("columns", lambda: all_to_all(bs.quantize(x.dequantize(), axis=-2, pad=True), two, two))
     case = CASES["mxfp8 torch.bfloat16"]
     experts = parallelize_module(make_experts(case, device), mesh, ExpertParallel())
     tokens, weights, numbers, _ = (each[:5] for each in tokens_of(case, device))
     routing = bs.route(numbers, EXPERTS)
-    attempt("operands", lambda: experts(tokens[:, :64] if last else tokens, weights, routing))
-    attempt("dtype", lambda: experts(tokens.float() if last else tokens, weights, routing))
+    told["operands"] = error_of(
+        lambda: experts(tokens[:, :64] if last else tokens, weights, routing)
+    )
+    told["dtype"] = error_of(lambda: experts(tokens.float() if last else tokens, weights, routing))
     grad = tokens.clone().requires_grad_(last)
-    attempt("gradients", lambda: experts(grad, weights, routing))
-    attempt("after that", lambda: experts(tokens, weights, routing))
+    told["gradients"] = error_of(lambda: experts(grad, weights, routing))
+    told["after that"] = error_of(lambda: experts(tokens, weights, routing))
     few = bs.route(numbers % 4, 4)
-    attempt("routing", lambda: experts(tokens, weights, few))
+    told["routing"] = error_of(lambda: experts(tokens, weights, few))
     odd = bs.nn.GatedExperts(64, 64, ranks + 1)
-    attempt("uneven", lambda: parallelize_module(odd, mesh, ExpertParallel()))
-    attempt("twice", lambda: parallelize_module(experts, mesh, ExpertParallel()))
-    attempt("moe", lambda: parallelize_module(make_moe(device, None), mesh, ExpertParallel()))
-    attempt("linear", lambda: parallelize_module(nn.Linear(8, 8), mesh, ExpertParallel()))
+    told["uneven"] = error_of(lambda: parallelize_module(odd, mesh, ExpertParallel()))
+    told["twice"] = error_of(lambda: parallelize_module(experts, mesh, ExpertParallel()))
+    told["moe"] = error_of(
+        lambda: parallelize_module(make_moe(device, None), mesh, ExpertParallel())
+    )
+    told["linear"] = error_of(lambda: parallelize_module(nn.Linear(8, 8), mesh, ExpertParallel()))
     flat = init_device_mesh(device.type, (1, ranks), mesh_dim_names=("dp", "ep"))
-    attempt("mesh", lambda: ExpertParallel()._apply(make_experts(case, device), flat))
+    told["mesh"] = error_of(lambda: ExpertParallel()._apply(make_experts(case, device), flat))
     plain = parallelize_module(make_experts(case, device), mesh, ExpertParallel())
     plain.gate_up_proj.main_grad = torch.zeros(1)
-    attempt("main_grad", lambda: plain(tokens, weights, routing))
+    told["main_grad"] = error_of(lambda: plain(tokens, weights, routing))
     return told
 
 
 def run(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
     """What a rank finds, on a CPU. Four ranks leave a checkpoint for two."""
     cpu, four = torch.device("cpu"), folder.parent / "four"
-    found = {"compared": compared(cpu), "sent": sent(rank, ranks)}
+    found: dict[str, Any] = {"compared": compared(cpu)}
     found |= {"used": used(rank, ranks, cpu), "bytes": bytes_sent(rank, ranks, cpu)}
     found["in sequence"] = sequence_ranks.compared(rank, ranks, cpu)
     found["wrong"] = wrong(rank, ranks, cpu) | sequence_ranks.wrong(ranks, cpu)

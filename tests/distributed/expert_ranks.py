@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from observed import error_of
 from processes import begin
 from torch import Tensor
 
 import blockscale as bs
-from blockscale.distributed import MegaMoE, PeerError
-from blockscale.distributed.tokens import dispatch
+from blockscale.distributed import MegaMoE
+from blockscale.distributed.token_dispatch import dispatch
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOPK, TOKENS = 8, 128, 64, 3, 40
 FORMATS = [
@@ -90,42 +91,36 @@ def results(
 
 def wrong(rank: int, ranks: int, device: torch.device) -> dict[str, str]:
     """What a rank is told where one of them, the last one, does something else."""
-    last, told = rank == ranks - 1, {}
-
-    def attempt(name: str, call: Any) -> None:
-        try:
-            call()
-            told[name] = "nothing"
-        except (ValueError, TypeError, PeerError) as error:
-            told[name] = f"{type(error).__name__}: {error}"
-
+    last, told = rank == ranks - 1, dict[str, str]()
     cases: dict[str, dict[str, Any]] = {
         "tokens": {"tokens": 100 + last},
         "topk": {"topk": 2 + last},
         "construction": {"topk": 99 if last else TOPK},
     }
     for name, how in cases.items():
-        attempt(name, lambda how=how: module(rank, ranks, device, "mxfp8", **how))
+        told[name] = error_of(lambda how=how: module(rank, ranks, device, "mxfp8", **how))
     formats = "mxfp4" if last else "mxfp8"
-    attempt("format", lambda: module(rank, ranks, device, formats))
+    told["format"] = error_of(lambda: module(rank, ranks, device, formats))
     moe = module(rank, ranks, device, "mxfp8", tokens=4)
     x, weights, experts = (each.to(device) for each in tokens_of(5))
     few = slice(0, 5 if last else 4)
-    attempt("too many", lambda: moe(x[few], weights[few], experts[few]))
+    told["too many"] = error_of(lambda: moe(x[few], weights[few], experts[few]))
     x, weights, experts = x[:2], weights[:2], experts[:2]
-    attempt("experts", lambda: moe(x, weights, experts.float() if last else experts))
-    attempt("strides", lambda: moe(x.mT.contiguous().mT if last else x, weights, experts))
+    told["experts"] = error_of(lambda: moe(x, weights, experts.float() if last else experts))
+    told["strides"] = error_of(lambda: moe(x.mT.contiguous().mT if last else x, weights, experts))
     outside = torch.tensor([[2**32, 1, 2], [-(2**63), 2**31, 0]], device=device)
-    attempt("outside", lambda: moe(x, weights, outside if last else experts))
+    told["outside"] = error_of(lambda: moe(x, weights, outside if last else experts))
     every = dist.new_group(list(range(ranks)))
-    attempt("copy", lambda: copy.deepcopy(module(rank, ranks, device, "mxfp8", group=every)))
+    told["copy"] = error_of(
+        lambda: copy.deepcopy(module(rank, ranks, device, "mxfp8", group=every))
+    )
     alone = dist.new_group([0])
-    attempt("group", lambda: module(rank, ranks, device, "mxfp8", group=alone, topk=1))
+    told["group"] = error_of(lambda: module(rank, ranks, device, "mxfp8", group=alone, topk=1))
     torch.set_default_dtype(torch.float64)
     empty = slice(0, 0 if last else 2)
-    attempt("empty", lambda: moe(x[empty], weights[empty], experts[empty]))
+    told["empty"] = error_of(lambda: moe(x[empty], weights[empty], experts[empty]))
     torch.set_default_dtype(torch.float32)
-    attempt("after that", lambda: moe(x, weights, experts))
+    told["after that"] = error_of(lambda: moe(x, weights, experts))
     return told
 
 

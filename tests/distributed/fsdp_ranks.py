@@ -26,9 +26,9 @@ from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 import blockscale as bs
-from blockscale.distributed import gather_quantized, shard_ops, shards
+from blockscale.distributed import gather_quantized, quantizer, shard_ops
 from blockscale.distributed.gathered_weight import GatheredWeight
-from blockscale.distributed.shards import How
+from blockscale.distributed.quantizer import Quantizer
 from blockscale.ops.operand_layout import OperandLayout
 
 WIDE, STEPS = 512, 4
@@ -150,7 +150,7 @@ def results(rank: int, device: torch.device) -> dict[str, tuple[list[float], lis
     for name in CASES:
         each = [make_model(name, device, gathers=gathers) for gathers in (False, True)]
         with ExitStack() as stack:
-            for module in (shards, shard_ops) if CASES[name][3] == "tiles" else ():
+            for module in (quantizer, shard_ops) if CASES[name][3] == "tiles" else ():
                 stack.enter_context(patch.object(module, "operand_layout", lambda *how: TILES))
             plain, quantized = (train(name, model, rank, device) for model in each)
         found[name] = plain, quantized
@@ -178,7 +178,7 @@ def reuse(name: str, rank: int, *, reuses: bool) -> tuple[list[float], list[Coun
     """Losses, and how often shards were quantized along each axis and scales agreed on, by steps
     of some micro-batches."""
     counts: list[Counter[str]] = []
-    quantize, all_reduce = How.quantize, dist.all_reduce
+    quantize, all_reduce = Quantizer.quantize, dist.all_reduce
 
     def count_quantize(how: Any, x: Tensor, axis: int, *args: Any) -> Any:
         counts[-1][str(axis)] += 1
@@ -191,7 +191,7 @@ def reuse(name: str, rank: int, *, reuses: bool) -> tuple[list[float], list[Coun
     model = make_model(name, torch.device("cpu"), gathers=True, backend=REUSED[name])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     generator, losses = torch.Generator().manual_seed(rank), []
-    counted = patch.object(How, "quantize", count_quantize)
+    counted = patch.object(Quantizer, "quantize", count_quantize)
     with counted, patch.object(dist, "all_reduce", count_reduce):
         for _ in range(2):
             counts.append(Counter())

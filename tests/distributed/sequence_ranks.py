@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from observed import error_of, whole
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import blockscale as bs
@@ -62,27 +62,17 @@ def compared(rank: int, ranks: int, device: torch.device) -> dict[str, tuple[Ten
     return pairs | {name: (pairs[name][0][mine], pairs[name][1]) for name in ("y", "x")}
 
 
-def whole(x: Tensor) -> Tensor:
-    return x.full_tensor() if isinstance(x, DTensor) else x
-
-
 def wrong(ranks: int, device: torch.device) -> dict[str, str]:
     """What all ranks are told of a router that is not shared so."""
     told = dict[str, str]()
-
-    def attempt(name: str, call: Any) -> None:
-        try:
-            call()
-            told[name] = "nothing"
-        except (ValueError, TypeError, RuntimeError) as error:
-            told[name] = f"{type(error).__name__}: {error}"
-
     mesh = init_device_mesh(device.type, (ranks,), mesh_dim_names=("tp",))
     flat = init_device_mesh(device.type, (1, ranks), mesh_dim_names=("dp", "tp"))
-    attempt("gate", lambda: parallelize_module(make_moe(device), mesh, GateParallel()))
-    attempt("gate's mesh", lambda: GateParallel()._apply(make_moe(device).gate, flat))
+    told["gate"] = error_of(lambda: parallelize_module(make_moe(device), mesh, GateParallel()))
+    told["gate's mesh"] = error_of(lambda: GateParallel()._apply(make_moe(device).gate, flat))
     gate = parallelize_module(make_moe(device).gate, mesh, GateParallel())
-    attempt("gate twice", lambda: parallelize_module(gate, mesh, GateParallel()))
+    told["gate twice"] = error_of(lambda: parallelize_module(gate, mesh, GateParallel()))
     logits = gate(torch.ones(2, HIDDEN, device=device)).square().sum()
-    attempt("gate again", lambda: torch.autograd.grad(logits, gate.weight, create_graph=True))
+    told["gate again"] = error_of(
+        lambda: torch.autograd.grad(logits, gate.weight, create_graph=True)
+    )
     return told

@@ -8,15 +8,15 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from observed import counted_gathers, whole
 from processes import begin
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
@@ -26,7 +26,6 @@ from blockscale.distributed import (
     PrepareModuleInput,
     RowwiseParallel,
     gather_quantized,
-    plain,
 )
 
 WIDE, INNER, BATCH, LENGTH = 256, 512, 2, 256
@@ -147,10 +146,6 @@ def parallel(block: nn.Module, case: str, mesh: Any) -> nn.Module:
     return parallelize_module(block, mesh, plan)
 
 
-def whole(x: Tensor) -> Tensor:
-    return x.full_tensor() if isinstance(x, DTensor) else x
-
-
 def step(block: nn.Module, x: Tensor, grad: Tensor) -> list[Tensor]:
     x = x.clone().requires_grad_()
     y = block(x)
@@ -214,19 +209,11 @@ def trained(device: torch.device) -> dict[str, tuple[list[float], list[float]]]:
 
 def sent(case: str, device: torch.device) -> list[int]:
     """Bytes of each gather of a step, MXFP8, from this rank."""
-    found: list[int] = []
-
-    gather = plain._gather
-
-    def count(received: Tensor, message: Tensor, group: Any) -> Any:
-        found.append(message.nbytes)
-        return gather(received, message, group)
-
     ranks = dist.get_world_size()
     mesh = init_device_mesh(device.type, (ranks,), mesh_dim_names=("tp",))
     block = parallel(make_block("mxfp8", case, device).bfloat16(), case, mesh)
     x = torch.randn(BATCH, 128, WIDE, device=device, dtype=torch.bfloat16)
-    with patch.object(plain, "_gather", count):
+    with counted_gathers() as found:
         step(block, x, x)
     return found
 

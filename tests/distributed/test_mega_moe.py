@@ -13,7 +13,7 @@ from processes import gather
 
 import blockscale as bs
 from blockscale.distributed import MegaMoE
-from blockscale.distributed.tokens import dispatch
+from blockscale.distributed.token_dispatch import dispatch
 
 CPU = torch.device("cpu")
 

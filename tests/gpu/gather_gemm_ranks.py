@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from started import run_task
 from torch import Tensor
 
 import blockscale as bs
@@ -97,16 +97,4 @@ def dying() -> None:
 TASKS = {each.__name__: each for each in (sizes, launches, late, dying)}
 
 if __name__ == "__main__":
-    task, number, ranks, store = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-    torch.cuda.set_device(number)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl",
-        init_method=f"file://{store}",
-        rank=number,
-        world_size=ranks,
-        device_id=torch.device("cuda", number),
-    )
-    with torch.no_grad():
-        TASKS[task]()
-    torch.cuda.synchronize()
-    os._exit(0)  # a group whose rank has died cannot be taken down
+    run_task(TASKS)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import torch
+import torch.distributed as dist
 
-__all__ = ["RANKS", "run_ranks"]
+__all__ = ["RANKS", "run_ranks", "run_task"]
 
 RANKS = torch.cuda.device_count()
 
@@ -39,3 +42,20 @@ def run_ranks(
     finally:
         for process in processes:
             process.kill()
+
+
+def run_task(tasks: Mapping[str, Callable[[], None]]) -> NoReturn:
+    """What such a program does: the task that it was started for, as a rank of the group."""
+    task, number, ranks, store = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    torch.cuda.set_device(number)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl",
+        init_method=f"file://{store}",
+        rank=number,
+        world_size=ranks,
+        device_id=torch.device("cuda", number),
+    )
+    with torch.no_grad():
+        tasks[task]()
+    torch.cuda.synchronize()
+    os._exit(0)  # a group whose rank has died cannot be taken down

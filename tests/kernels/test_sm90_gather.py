@@ -102,7 +102,7 @@ def test_the_function():
         with (
             patch.object(gather_gemm, "rank_and_ranks", lambda group: place),
             patch.object(gather_gemm, "symmetric_memory", lambda *how: made),
-            patch.object(gather_gemm, "gather_messages", lambda message, group: [message]),
+            patch.object(gather_gemm, "make_on_all", lambda make, group: (make(), "")),
             patch.object(gather_gemm, "check_alike"),
             patch.object(gather_gemm, "_LIMIT", 1e-4),
             em.cutedsl(

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ..gemm import gemm
 from ..nn import group_passes
-from ..nn.experts_call import Call, How
+from ..nn.experts_call import Call, ExpertsConfig
 from ..nn.gated import SWIGLU, exact
-from ..nn.group_checks import Held
+from ..nn.group_checks import ExpertParameters
 from ..nn.group_operands import Activated, ActivatedBackward, Rows
 from ..nn.recipe import Recipe
 from ..nn.reuse import reuse_weights
@@ -56,8 +56,10 @@ class _Run:
         self.layer, self.recipe = layer, recipe
         self.x, self.weights, self.up, self.down = (each.detach() for each in layer.leaves)
         self.routing, self.activation = layer.routing, exact(SWIGLU)
-        how = How(recipe, self.activation, layer.x.dtype, transposed=False, saved_format=None)
-        held = Held(self.up, self.down, None, None)
+        how = ExpertsConfig(
+            recipe, self.activation, layer.x.dtype, transposed=False, saved_format=None
+        )
+        held = ExpertParameters(self.up, self.down, None, None)
         self.call = Call.of(how, (self.x, self.weights, *held, *self.routing))
         self.row_weights = self.call.row_weights()
 

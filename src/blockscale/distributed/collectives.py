@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ..tensor import ScaledTensor
 from ..tensor_rules import has_whole_tiles
-from .plain import gathered
-from .tokens import rank_and_ranks
+from .functional_collectives import all_gather_tensor
+from .ranks import rank_and_ranks
 
 __all__ = ["all_gather", "all_gather_named", "all_to_all", "exchange", "pack", "parts_of", "unpack"]
 
@@ -83,7 +83,7 @@ def _gathered(
 ) -> tuple[Tensor, list[int]]:
     """The messages of all ranks (ranks, bytes), and the sizes of their parts."""
     message, sizes = pack(shard, kind)
-    return gathered(message, 0, group).view(-1, len(message)), sizes
+    return all_gather_tensor(message, 0, group).view(-1, len(message)), sizes
 
 
 def exchange(

@@ -21,9 +21,9 @@ from ..nn.output_dtype import output_dtype
 from ..nn.recipe import Recipe
 from ..ops.operation import composite
 from . import gathered_input, parallel_product
+from .functional_collectives import group_of
 from .gathered_input import GatheredInput
-from .plain import group_of
-from .writes import Version
+from .version import Version
 
 __all__ = ["gather_input", "multiply", "read_input", "reduce_output"]
 

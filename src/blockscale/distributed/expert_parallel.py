@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
@@ -10,8 +9,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from ..nn.class_change import become
 from ..nn.moe import GatedExperts, MoE
+from .dtensor_parameters import check_mesh, distribute_parameter
 from .parallel_experts import ParallelExperts
-from .shared import check_one_dimension, share_parameter
 
 __all__ = ["ExpertParallel"]
 
@@ -51,7 +50,7 @@ class ExpertParallel(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _check(module, device_mesh)
         for name, _ in list(module.named_parameters(recurse=False)):
-            share_parameter(module, name, device_mesh, Shard(0), self.src_data_rank)
+            distribute_parameter(module, name, device_mesh, Shard(0), self.src_data_rank)
         become(module, ParallelExperts)
         return module
 
@@ -67,12 +66,7 @@ def _check(module: nn.Module, mesh: DeviceMesh) -> None:
             f"module: got {type(module).__name__}; ExpertParallel takes the experts of a "
             f"blockscale.nn.MoE: {remedy}"
         )
-    if not dist.is_initialized():
-        raise RuntimeError(
-            "device_mesh: torch.distributed has no process group; call "
-            "torch.distributed.init_process_group before"
-        )
-    check_one_dimension(mesh, "ep")
+    check_mesh(mesh, "ep")
     count = module.gate_up_proj.shape[0]
     if count % mesh.size():
         raise ValueError(

@@ -11,15 +11,15 @@ from torch import Tensor
 
 from .. import ops
 from ..formats import get_format
-from ..nn.experts_call import Call, How
-from ..nn.group_checks import Held
+from ..nn.experts_call import Call, ExpertsConfig
+from ..nn.group_checks import ExpertParameters
 from ..nn.group_operands import QuantizeInputs, Rows, Source
 from ..nn.recipe import Recipe
 from ..routing import Routing, route
 from ..tensor import ScaledTensor
-from . import shards
 from .collectives import all_to_all
-from .tokens import Dispatched
+from .quantizer import Quantizer
+from .token_dispatch import Dispatched
 
 __all__ = ["ExpertPeers"]
 
@@ -88,7 +88,7 @@ class ExpertPeers:
         held: what this rank has of all experts' parameters.
     """
 
-    def __init__(self, tokens: Dispatched, how: How, held: Held) -> None:
+    def __init__(self, tokens: Dispatched, how: ExpertsConfig, held: ExpertParameters) -> None:
         self.tokens, self.how = tokens, how
         count, experts = sum(tokens.results_sent), tokens.experts
         self.weights = _or_zeros(tokens.parts[0])
@@ -108,7 +108,7 @@ class ExpertPeers:
     def group(self) -> Any:
         return self.tokens.group
 
-    def call(self, x: Tensor, held: Held) -> Call:
+    def call(self, x: Tensor, held: ExpertParameters) -> Call:
         """The call of this rank's experts. ``x`` has the rows that came, or this rank's own where
         only their dtype is read."""
         routing = self.routing
@@ -121,9 +121,10 @@ class ExpertPeers:
 
     def send_quantized(self, x: Tensor, recipe: Recipe, role: str) -> QuantizedRows:
         """The same, quantized by rows."""
-        tokens, how = self.tokens, shards.How(recipe.format_of(role).name, recipe.scale_rounding)
-        scale = global_scale(x, how.format, self.group)
-        whole = how.quantize(_or_zeros(x).contiguous(), -1, scale)
+        tokens = self.tokens
+        quantizer = Quantizer(recipe.format_of(role).name, recipe.scale_rounding)
+        scale = quantizer.global_scale(x, self.group)
+        whole = quantizer.quantize(_or_zeros(x).contiguous(), -1, scale)
         sent, columns = tokens.tokens, x.shape[1]
         data, scales = whole.qdata[sent], whole.qscale[sent]
         rows = whole._with(data=data, scale=scales, shape=(len(sent), columns))
@@ -152,7 +153,7 @@ class ExpertPeers:
 
 def global_scale(x: Tensor, format: str, group: dist.ProcessGroup) -> Tensor | None:
     """Ranks find the global scale of what all of them have, if the format has one."""
-    return shards.How(format, None).global_scale(x, group)
+    return Quantizer(format, None).global_scale(x, group)
 
 
 def _or_zeros(rows: Tensor) -> Tensor:

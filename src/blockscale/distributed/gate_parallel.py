@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
@@ -13,8 +12,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from ..nn.class_change import become
 from ..nn.gate import Gate, logits
+from .dtensor_parameters import check_mesh, distribute_parameter
 from .gathered_input import replicate_input
-from .shared import check_one_dimension, share_parameter
 
 __all__ = ["GateParallel"]
 
@@ -48,13 +47,8 @@ class GateParallel(ParallelStyle):
                 f"module: got {module}; GateParallel takes the gate of a blockscale.nn.MoE, once: "
                 'name it in the plan: {"gate": GateParallel()}'
             )
-        if not dist.is_initialized():
-            raise RuntimeError(
-                "device_mesh: torch.distributed has no process group; call "
-                "torch.distributed.init_process_group before"
-            )
-        check_one_dimension(device_mesh, "tp")
-        share_parameter(module, "weight", device_mesh, Replicate(), self.src_data_rank)
+        check_mesh(device_mesh, "tp")
+        distribute_parameter(module, "weight", device_mesh, Replicate(), self.src_data_rank)
         become(module, ParallelGate)
         return module
 

@@ -4,6 +4,7 @@ multiplied."""
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,11 +22,10 @@ from ..ops import FallbackWarning
 from ..ops.gemm_kernels import lay
 from ..ops.gemm_operands import Side
 from ..tensor import ScaledTensor
-from .alike import check_alike, gather_messages
 from .collectives import all_gather
+from .ranks import PeerError, check_alike, make_on_all, rank_and_ranks
 from .shard_ops import as_operand
-from .symmetric import symmetric_memory
-from .tokens import PeerError, rank_and_ranks
+from .symmetric_memory import symmetric_memory
 
 __all__ = ["all_gather_gemm"]
 
@@ -188,18 +188,14 @@ def _find(kind: _Kind, device: torch.device, group: Any, backend: str) -> _Launc
     known = _largest.get((device, group))
     if known is not None and len(known.memory.buffer) >= nbytes:
         return known
-    memory, wrong = None, ""
-    try:
-        made = symmetric_memory(1 << (nbytes - 1).bit_length(), device, group)
-        memory = GatherMemory(*made, rank_and_ranks(group)[0])
-    except RuntimeError as error:
-        wrong = str(error)
-    wrong = next((said for said in gather_messages(wrong, group) if said), "")
-    if memory is None or wrong:
+    make = partial(symmetric_memory, 1 << (nbytes - 1).bit_length(), device, group)
+    made, wrong = make_on_all(make, group)
+    if made is None:
         if backend == "kernel":
             raise RuntimeError(wrong)
         warnings.warn(f"all_gather_gemm: gathers, then multiplies: {wrong}", FallbackWarning, 5)
         return None
+    memory = GatherMemory(*made, rank_and_ranks(group)[0])
     memory.prepare()
     _largest[device, group] = _Launcher(memory)
     return _largest[device, group]

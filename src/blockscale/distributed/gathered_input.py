@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from ..nn.double_backward import refuse_double_backward
-from .plain import mine, scattered_sum, summed
+from .functional_collectives import all_reduce, local_shard, reduce_scatter_tensor
 from .shards import Shards
 
 __all__ = ["NO_WRITES", "GatheredInput", "gather_input", "reduce_output", "replicate_input"]
@@ -78,9 +78,9 @@ class _GatherInput(torch.autograd.Function):
     def backward(ctx: Any, alike: Tensor | None, partial: Tensor | None) -> Any:
         for each in ctx.kept.values():
             each.forget()  # all layers have read it
-        found = None if partial is None else scattered_sum(partial, ctx.dim, ctx.group)
+        found = None if partial is None else reduce_scatter_tensor(partial, ctx.dim, ctx.group)
         if alike is not None:
-            here = mine(alike, ctx.dim, ctx.group)
+            here = local_shard(alike, ctx.dim, ctx.group)
             found = here if found is None else found + here
         return found, None, None
 
@@ -93,7 +93,7 @@ class _ReplicateInput(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
-        (found,) = refuse_double_backward((summed(grad, ctx.group),), grad)
+        (found,) = refuse_double_backward((all_reduce(grad, "sum", ctx.group),), grad)
         return found, None
 
 
@@ -103,7 +103,7 @@ class _ReduceOutput(torch.autograd.Function):
         ctx: Any, y: Tensor, bias: Tensor | None, dim: int | None, group: dist.ProcessGroup
     ) -> Tensor:
         ctx.dim, ctx.group, ctx.bias_dtype = dim, group, None if bias is None else bias.dtype
-        found = summed(y, group) if dim is None else scattered_sum(y, dim, group)
+        found = all_reduce(y, "sum", group) if dim is None else reduce_scatter_tensor(y, dim, group)
         return found if bias is None else found + bias.to(found.dtype)
 
     @staticmethod
@@ -111,7 +111,9 @@ class _ReduceOutput(torch.autograd.Function):
         bias = None
         if ctx.needs_input_grad[1]:
             bias = grad.reshape(-1, grad.shape[-1]).sum(0, dtype=torch.float32)
-            bias = (bias if ctx.dim is None else summed(bias, ctx.group)).to(ctx.bias_dtype)
+            if ctx.dim is not None:
+                bias = all_reduce(bias, "sum", ctx.group)
+            bias = bias.to(ctx.bias_dtype)
         if ctx.dim is not None:
             grad = GatheredInput(Shards(grad, ctx.dim, ctx.group))
         return grad, bias, None, None
@@ -119,7 +121,7 @@ class _ReduceOutput(torch.autograd.Function):
 
 def gather_input(x: Tensor, dim: int, group: dist.ProcessGroup) -> GatheredInput:
     """Shards ``x`` (..., s, H) of all ranks along ``dim`` as one; its gradient is summed and
-    scattered."""
+    scattered. (Megatron: gather_from_sequence_parallel_region.)"""
     found, partial = _GatherInput.apply(x, dim, group)
     found.partial = partial
     made: GatheredInput = found
@@ -127,7 +129,8 @@ def gather_input(x: Tensor, dim: int, group: dist.ProcessGroup) -> GatheredInput
 
 
 def replicate_input(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """``x``, which all ranks have; its gradient is summed over them."""
+    """``x``, which all ranks have; its gradient is summed over them. (Megatron:
+    copy_to_tensor_model_parallel_region.)"""
     found: Tensor = _ReplicateInput.apply(x, group)
     return found
 
@@ -136,6 +139,7 @@ def reduce_output(
     y: Tensor, bias: Tensor | None, dim: int | None, group: dist.ProcessGroup
 ) -> Tensor:
     """The sum of all ranks' ``y``, and ``bias`` once: of each rank a shard along ``dim``, or the
-    whole. A gradient that comes as shards is gathered quantized, by rows and by columns."""
+    whole. A gradient that comes as shards is gathered quantized, by rows and by columns. (Megatron:
+    reduce_scatter_to_sequence_parallel_region, reduce_from_tensor_model_parallel_region.)"""
     found: Tensor = _ReduceOutput.apply(y, bias, dim, group)
     return found

@@ -16,11 +16,11 @@ from ..nn.gathered_ops import number
 from ..nn.linear import Linear
 from ..nn.recipe import Recipe
 from ..watching import is_dtensor
-from .alike import check_alike
-from .gathered import Gathered, Held
-from .shards import How, warn_of_cut_blocks
-from .shared import as_shared
+from .dtensor_parameters import dtensor_like
+from .quantizer import Quantizer, warn_of_cut_blocks
+from .ranks import check_alike
 from .tensor_parallel import ParallelLinear
+from .weight_state import Gathered, WeightState
 
 __all__ = ["GatheredWeight", "gather_quantized"]
 
@@ -53,7 +53,7 @@ class Like(NamedTuple):
 class Context(NamedTuple):
     """A graph keeps this of a weight; ``dtype`` and ``device`` only if the weight has no values."""
 
-    how: How
+    quantizer: Quantizer
     dtype: torch.dtype | None = None
     device: torch.device | None = None
 
@@ -63,57 +63,57 @@ class GatheredWeight(Tensor):
     but those of one product.
 
     Attributes:
-        held: values, or what was gathered. In a graph that is being recorded, a handle alone.
+        state: values, or what was gathered. In a graph that is being recorded, a handle alone.
     """
 
-    held: Held
+    state: WeightState
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, held: Held, like: Like) -> GatheredWeight:
+    def __new__(cls, state: WeightState, like: Like) -> GatheredWeight:
         self: Any = Tensor._make_wrapper_subclass(cls, like.shape, **like.others)
-        self.held = held
+        self.state = state
         found: GatheredWeight = self
         return found
 
     @staticmethod
-    def of(held: Held) -> GatheredWeight:
+    def of(state: WeightState) -> GatheredWeight:
         """A weight that has its values."""
-        return GatheredWeight(held, Like.of(held.values))
+        return GatheredWeight(state, Like.of(state.values))
 
     @property
-    def how(self) -> How:
-        return self.held.how
+    def quantizer(self) -> Quantizer:
+        return self.state.quantizer
 
     @property
     def master(self) -> Tensor | None:
-        return self.held.master
+        return self.state.master
 
     @property
     def handle(self) -> Tensor | None:
-        return self.held.handle
+        return self.state.handle
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        state = f"{self.how.format}, gathered" if self.master is None else "high precision"
+        state = f"{self.quantizer.format}, gathered" if self.master is None else "high precision"
         return f"GatheredWeight({tuple(self.shape)}, {self.dtype}, {state})"
 
     def __tensor_flatten__(self) -> tuple[list[str], Context]:
         """Tells torch.nn.Module that a cast or a move makes another weight, master and all, and
         compilers what their graphs hold in place of it."""
         if self.master is not None:
-            return ["master"], Context(self.how)
-        return ["handle"], Context(self.how, self.dtype, self.device)
+            return ["master"], Context(self.quantizer)
+        return ["handle"], Context(self.quantizer, self.dtype, self.device)
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, Tensor], context: Context, shape: torch.Size, stride: tuple[int, ...]
     ) -> GatheredWeight:
-        how, dtype, device = context
+        quantizer, dtype, device = context
         if dtype is None:
-            return GatheredWeight.of(Held(how, "", inner["master"]))
+            return GatheredWeight.of(WeightState(quantizer, "", inner["master"]))
         like = Like(shape, {"strides": stride, "dtype": dtype, "device": device})
-        return GatheredWeight(Held(how, "", handle=inner["handle"]), like)
+        return GatheredWeight(WeightState(quantizer, "", handle=inner["handle"]), like)
 
     def _stable_hash_for_caching(self) -> str:
         return repr(self.__tensor_flatten__())
@@ -135,22 +135,23 @@ class GatheredWeight(Tensor):
                 f"data: got {value.dtype} {tuple(value.shape)} on {value.device}; {self} takes its "
                 "like alone: give the layer another parameter, or call module.to()"
             )
-        self.held.master = given
-        self.held.writes.add()
+        self.state.master = given
+        self.state.writes.add()
 
     def in_place_of(self, given: Tensor) -> Tensor:
         """``given``, a parameter that was loaded in the place of this one, gathered as this is."""
         local = given._local_tensor if isinstance(given, DTensor) else given
         if type(local) not in (Tensor, nn.Parameter):
             return given
-        made: Tensor = GatheredWeight.of(Held(self.how, self.held.name, local.detach()))
+        state = WeightState(self.quantizer, self.state.name, local.detach())
+        made: Tensor = GatheredWeight.of(state)
         if isinstance(given, DTensor):
-            made = as_shared(made, given)
+            made = dtensor_like(made, given)
         return nn.Parameter(made, requires_grad=given.requires_grad)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A checkpoint has its values, and needs no class of ours."""
-        return self.held.values.__reduce_ex__(protocol)
+        return self.state.values.__reduce_ex__(protocol)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -162,22 +163,22 @@ class GatheredWeight(Tensor):
         if isinstance(first, GatheredWeight) and first.master is None and func in _SAME:
             shape = args[1] if len(args) > 1 else first.shape
             if tuple(shape) == tuple(first.shape):
-                return GatheredWeight(first.held, Like.of(first))
+                return GatheredWeight(first.state, Like.of(first))
         plain_args, plain_kwargs = tree_map_only(
-            GatheredWeight, lambda x: x.held.values, (args, kwargs or {})
+            GatheredWeight, lambda x: x.state.values, (args, kwargs or {})
         )
         out = func(*plain_args, **plain_kwargs)
         if func._schema.is_mutable:
-            tree_map_only(GatheredWeight, lambda x: x.held.writes.add(), (args, kwargs or {}))
+            tree_map_only(GatheredWeight, lambda x: x.state.writes.add(), (args, kwargs or {}))
         if not isinstance(first, GatheredWeight):
             return out
         if out is first.master:
             return first  # in place
-        held, view = first.held, func in _VIEWS
+        state, view = first.state, func in _VIEWS
         if func in _WEIGHTS:
-            return tree_map_only(Tensor, lambda x: GatheredWeight.of(held.made(x, view=view)), out)
+            return tree_map_only(Tensor, lambda x: GatheredWeight.of(state.made(x, view=view)), out)
         if func.is_view:
-            held.writes.hide()
+            state.writes.hide()
         return out
 
     # --- FSDP2 ------------------------------------------------------------------------------------
@@ -195,25 +196,27 @@ class GatheredWeight(Tensor):
         dtype = mp_policy.param_dtype or self.dtype
         ranks = mesh.size()
         if ranks == 1:  # nothing travels, and FSDP2 hands on one tensor
-            return (self.held.values.to(dtype),), (None, None, outer_size)
+            return (self.state.values.to(dtype),), (None, None, outer_size)
         if self.shape[1:] != outer_size[1:]:
             raise ValueError(
-                f"shard_placement_fn: gave {self.held.name} {tuple(outer_size)} another dimension "
+                f"shard_placement_fn: gave {self.state.name} {tuple(outer_size)} another dimension "
                 "than the first; give it Shard(0), or leave the layer out of gather_quantized "
                 "(filter_fn)"
             )
-        if not self.held.checked:  # before ranks wait for each other's other bytes
-            check_alike("recipe of a weight", (tuple(outer_size), *self.how[:2]), mesh.get_group())
-            self.held.checked = True
-        if outer_size[0] % (ranks * self.how.rows) or outer_size[1] % self.how.rows:
-            warn_of_cut_blocks(outer_size, ranks, self.how)
-            shard, rows = self.held.values.to(dtype), -(-outer_size[0] // ranks)
+        if not self.state.checked:  # before ranks wait for each other's other bytes
+            mine = tuple(outer_size), *self.quantizer[:2]
+            check_alike("recipe of a weight", mine, mesh.get_group())
+            self.state.checked = True
+        alignment = self.quantizer.alignment
+        if outer_size[0] % (ranks * alignment) or outer_size[1] % alignment:
+            warn_of_cut_blocks(outer_size, ranks, self.quantizer)
+            shard, rows = self.state.values.to(dtype), -(-outer_size[0] // ranks)
             padded = shard.new_zeros(rows, *outer_size[1:])
             padded[: len(shard)] = shard
             return (padded,), (None, None, outer_size)
         axis = -2 if torch._C._current_graph_task_id() >= 0 else -1
         group = mesh.get_group()
-        q = self.held.quantize(axis, dtype, self.held.global_scale(dtype, group))
+        q = self.state.quantize(axis, dtype, self.state.global_scale(dtype, group))
         # along columns elements of four bits lie column after column
         data = q.qdata if q.qdata.is_contiguous() else q.qdata.mT.contiguous()
         return (data.view(torch.uint8), q.qscale), (q, group, outer_size)
@@ -230,7 +233,7 @@ class GatheredWeight(Tensor):
         q, group, size = metadata
         if q is None:
             (values,) = all_gather_outputs
-            held = Held(self.how, self.held.name, values[: size[0]])
+            state = WeightState(self.quantizer, self.state.name, values[: size[0]])
         else:
             data, scale = all_gather_outputs
             data = data.view(q.qdata.dtype)
@@ -243,18 +246,18 @@ class GatheredWeight(Tensor):
                 parts = tuple(
                     q._with(data=d.mT if turn else d, scale=s) for d, s in zip(*each, strict=True)
                 )
-            written = self.held.writes.count
-            gathered = Gathered(parts, size, self.held, param_dtype, group, written)
-            held = Held(self.how, self.held.name, gathered=gathered)
+            written = self.state.writes.count
+            gathered = Gathered(parts, size, self.state, param_dtype, group, written)
+            state = WeightState(self.quantizer, self.state.name, gathered=gathered)
         if out is None:
-            if held.master is not None:
-                return GatheredWeight(held, Like.of(held.master)), all_gather_outputs
-            held.handle = number(held)
+            if state.master is not None:
+                return GatheredWeight(state, Like.of(state.master)), all_gather_outputs
+            state.handle = number(state)
             others = {"dtype": param_dtype, "device": data.device}
-            return GatheredWeight(held, Like(size, others)), all_gather_outputs
+            return GatheredWeight(state, Like(size, others)), all_gather_outputs
         out = out._local_tensor if isinstance(out, DTensor) else out
         assert isinstance(out, GatheredWeight)
-        out.held.master, out.held.gathered = held.master, held.gathered
+        out.state.master, out.state.gathered = state.master, state.gathered
         return None
 
     # --- layers -----------------------------------------------------------------------------------
@@ -263,7 +266,7 @@ class GatheredWeight(Tensor):
         self, format: str, scale_rounding: str | None, *, rows: bool, columns: bool
     ) -> Forms | None:
         """As products read it; None where it has values, which anybody may quantize."""
-        return self.held.quantized_forms(format, scale_rounding, rows=rows, columns=columns)
+        return self.state.quantized_forms(format, scale_rounding, rows=rows, columns=columns)
 
 
 def _fprop(*args: Any) -> list[Tensor]:
@@ -342,11 +345,12 @@ def gather_quantized(
 
 
 def _made_of(weight: Tensor, recipe: Recipe, name: str) -> Tensor:
-    how = How(recipe.format_of("weights").name, recipe.scale_rounding)
+    quantizer = Quantizer(recipe.format_of("weights").name, recipe.scale_rounding)
     if not isinstance(weight, DTensor):
-        return GatheredWeight.of(Held(how, name, weight.detach()))
-    held = Held(how._replace(mesh=weight.device_mesh), name, weight._local_tensor.detach())
-    return as_shared(GatheredWeight.of(held), weight)
+        return GatheredWeight.of(WeightState(quantizer, name, weight.detach()))
+    quantizer = quantizer._replace(mesh=weight.device_mesh)
+    state = WeightState(quantizer, name, weight._local_tensor.detach())
+    return dtensor_like(GatheredWeight.of(state), weight)
 
 
 def _layers_of(module: nn.Module) -> dict[nn.Parameter, list[tuple[str, Any]]]:

@@ -15,7 +15,7 @@ from ..kernels.mega.buffers import Sizes, needs_bf16_rings
 from ..stored import is_per_group
 from ..tensor import ScaledTensor
 from .mega_launch import why_no_kernel
-from .tokens import PeerError
+from .ranks import PeerError
 
 __all__ = [
     "MegaConfig",

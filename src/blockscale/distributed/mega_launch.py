@@ -15,8 +15,8 @@ from ..kernels.mega.memory import Experts, Launch, Memory
 from ..kernels.sm90 import mega_calls as sm90
 from ..kernels.sm100 import mega_calls as sm100
 from ..tensor import ScaledTensor
-from .symmetric import symmetric_memory
-from .tokens import PeerError, rank_and_ranks
+from .ranks import PeerError, rank_and_ranks
+from .symmetric_memory import symmetric_memory
 
 __all__ = ["MegaLaunch", "memory_of", "why_no_kernel"]
 

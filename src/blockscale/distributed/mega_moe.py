@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from copy import deepcopy
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -24,7 +25,6 @@ from ..stored import is_per_group
 from ..tensor import ScaledTensor
 from ..tensor_checks import DTYPES, check_is_tensor
 from ..watching import is_dtensor
-from .alike import gather_messages
 from .mega_config import (
     Message,
     activation_scale,
@@ -33,7 +33,8 @@ from .mega_config import (
     same_config,
 )
 from .mega_launch import MegaLaunch, memory_of
-from .tokens import dispatch, rank_and_ranks
+from .ranks import gather_messages, make_on_all, rank_and_ranks
+from .token_dispatch import dispatch
 
 __all__ = ["MegaMoE"]
 
@@ -192,14 +193,9 @@ class MegaMoE(nn.Module):
     def _launch_of(self, backend: str) -> MegaLaunch | None:
         """The kernel's, with the memory that ranks share. Where they cannot share any, and it was
         not asked for by name, none."""
-        memory, wrong = None, ""
-        try:
-            memory = memory_of(self._config.sizes, self.up.device, self.group)
-        except RuntimeError as error:
-            wrong = str(error)
-        told = gather_messages((self._config, None, wrong), self.group)
-        wrong = next((said for *_, said in told if said), "")
-        if memory is not None and not wrong:
+        make = partial(memory_of, self._config.sizes, self.up.device, self.group)
+        memory, wrong = make_on_all(make, self.group)
+        if memory is not None:
             return MegaLaunch(memory)
         if backend == "kernel":
             raise RuntimeError(wrong)

@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from ..nn import experts_backward, passes
 from ..nn.double_backward import refuse_double_backward
-from ..nn.experts_call import How
+from ..nn.experts_call import ExpertsConfig
 from ..nn.gated import exact
-from ..nn.group_checks import Held, check_experts, check_saved_format
+from ..nn.group_checks import ExpertParameters, check_experts, check_saved_format
 from ..nn.group_operands import Activated, Source
 from ..nn.main_grad import adds_to_main_grad
 from ..nn.moe import GatedExperts
@@ -23,9 +23,10 @@ from ..quantize import quantize
 from ..routing import Routing
 from ..tensor import ScaledTensor
 from ..watching import is_transformed
+from .dtensor_parameters import dtensor_like
 from .expert_peers import ExpertPeers, global_scale
-from .shared import as_shared
-from .tokens import dispatch, rank_and_ranks
+from .ranks import rank_and_ranks
+from .token_dispatch import dispatch
 
 __all__ = ["ParallelExperts"]
 
@@ -36,7 +37,7 @@ class ParallelExperts(GatedExperts):
     @torch.compiler.disable
     def forward(self, x: Tensor, weights: Tensor, routing: Routing) -> Tensor:
         """Return the sums for this rank's tokens; ``routing`` names experts of all ranks."""
-        stacks: Any = Held(
+        stacks: Any = ExpertParameters(
             self.gate_up_proj, self.down_proj, self.gate_up_proj_bias, self.down_proj_bias
         )
         group = _group_of(stacks.up)
@@ -58,7 +59,9 @@ class ParallelExperts(GatedExperts):
         y: Tensor = _ParallelExperts.apply(peers, x, weights, *stacks[:4])
         return y
 
-    def _how(self, x: Tensor, weights: Tensor, routing: Routing, local: Held, ranks: int) -> How:
+    def _how(
+        self, x: Tensor, weights: Tensor, routing: Routing, local: ExpertParameters, ranks: int
+    ) -> ExpertsConfig:
         """Return what all ranks have to have alike; raises where this rank's operands do not
         fit."""
         if is_transformed():
@@ -80,7 +83,9 @@ class ParallelExperts(GatedExperts):
         dtype = output_dtype(x)
         check_saved_format(self.saved_format, dtype)
         activation = activation if recipe is None else exact(activation)
-        return How(recipe, activation, dtype, False, self.saved_format, torch.is_grad_enabled())
+        return ExpertsConfig(
+            recipe, activation, dtype, False, self.saved_format, torch.is_grad_enabled()
+        )
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, ExpertParallel"
@@ -100,7 +105,7 @@ class _ParallelExperts(torch.autograd.Function):
         if rows is None:
             came = peers.send(x)
             rows = peers.rows(came)
-        call = peers.call(x, _local(Held(*stacks)))
+        call = peers.call(x, _local(ExpertParameters(*stacks)))
         h = call.multiply(rows, "up", dgrad=False)
         del rows
         y = call.multiply(Activated(how.activation, h), "down", dgrad=False)
@@ -117,7 +122,7 @@ class _ParallelExperts(torch.autograd.Function):
         x, weights, h, came, *stacks = ctx.saved_tensors
         needs, peers, how = (*ctx.needs_input_grad[1:], False), ctx.peers, ctx.peers.how
         of_up, of_down = needs[2:4]
-        held = _local(Held(*stacks))
+        held = _local(ExpertParameters(*stacks))
         with torch.no_grad():
             h = h.dequantize(how.dtype) if isinstance(h, ScaledTensor) else h
             grad, rows = grad.to(how.dtype), None
@@ -131,7 +136,7 @@ class _ParallelExperts(torch.autograd.Function):
         dx, dweights, *others = found
         dweights = None if dweights is None else dweights.to(weights.dtype)
         shared = [
-            None if gradient is None else as_shared(gradient, stack)
+            None if gradient is None else dtensor_like(gradient, stack)
             for gradient, stack in zip(others[:4], stacks, strict=True)
         ]
         return None, *refuse_double_backward((dx, dweights, *shared))
@@ -159,8 +164,8 @@ def _group_of(stack: Any) -> dist.ProcessGroup:
     return stack.device_mesh.get_group()
 
 
-def _local(stacks: Held) -> Held:
+def _local(stacks: ExpertParameters) -> ExpertParameters:
     """This rank's parts, as tensors of this pass alone: torch does not count all writes to a
     DTensor, so that nothing could be kept of them in ``reuse_weights``."""
     parts: list[Any] = [None if each is None else each._local_tensor.detach() for each in stacks]  # type: ignore[attr-defined]
-    return Held(*parts)
+    return ExpertParameters(*parts)

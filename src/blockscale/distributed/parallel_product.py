@@ -18,7 +18,7 @@ from ..nn.layer_ops import names_of
 from ..nn.recipe import PRODUCTS, Recipe
 from ..tensor import ScaledTensor
 from .gathered_input import GatheredInput
-from .shards import How
+from .quantizer import Quantizer
 
 __all__ = ["multiply"]
 
@@ -32,8 +32,8 @@ class Call(NamedTuple):
     dgrad: bool
     wgrad: bool
 
-    def how(self, role: str) -> How:
-        return How(self.recipe.format_of(role).name, self.recipe.scale_rounding)
+    def quantizer(self, role: str) -> Quantizer:
+        return Quantizer(self.recipe.format_of(role).name, self.recipe.scale_rounding)
 
 
 def multiply(
@@ -69,7 +69,7 @@ class _Product(torch.autograd.Function):
         forms = _forms(x, call, "activations", rows=quantized["fprop"], columns=keeps)
         scalar, values = None, _values(weight)
         if values is not None:  # else ranks have agreed on it
-            scalar = call.how("weights").global_scale(values, call.group)
+            scalar = call.quantizer("weights").global_scale(values, call.group)
         if forms.rows is not None:
             y = _fprop(forms.rows, weight, scalar, bias, call)
         else:
@@ -77,7 +77,8 @@ class _Product(torch.autograd.Function):
             y = y if bias is None else y + bias.to(out_dtype)
         kept = ctx.shards = None
         if call.wgrad and isinstance(x, GatheredInput):
-            ctx.shards = x.shards.keep(call.how("activations") if quantized["wgrad"] else None)
+            quantizer = call.quantizer("activations") if quantized["wgrad"] else None
+            ctx.shards = x.shards.keep(quantizer)
         elif call.wgrad:
             kept = _matrix(x) if forms.columns is None else forms.columns
         ctx.save_for_backward(weight if call.dgrad else None, scalar, kept)
@@ -121,13 +122,13 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 def _forms(x: Tensor, call: Call, role: str, *, rows: bool, columns: bool) -> Forms:
     """What is asked for of a matrix, or of all its shards; ranks agree on a global scale."""
-    how = call.how(role)
+    quantizer = call.quantizer(role)
     if isinstance(x, GatheredInput):
-        by_columns: Any = x.shards.keep(how).whole() if columns else None
-        return Forms(x.shards.rows(how) if rows else None, by_columns)
+        by_columns: Any = x.shards.keep(quantizer).whole() if columns else None
+        return Forms(x.shards.rows(quantizer) if rows else None, by_columns)
     matrix = passes.matrix_of(x)
-    scalar = how.global_scale(matrix, call.group) if rows or columns else None
-    return quantize_forms(matrix, *how[:2], rows=rows, columns=columns, global_scale=scalar)
+    scalar = quantizer.global_scale(matrix, call.group) if rows or columns else None
+    return quantize_forms(matrix, *quantizer[:2], rows=rows, columns=columns, global_scale=scalar)
 
 
 def _values(weight: Any) -> Tensor | None:

@@ -11,14 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import (
-    _functional_collectives,  # noqa: F401 (defines some of the operations)
-    distributed_c10d,
-)
+from torch.distributed import _functional_collectives  # noqa: F401 (defines some operations)
 
 from ..tensor import RULES, ScaledTensor
 from ..tensor_rules import slice_of
 from .collectives import all_gather, exchange, parts_of
+from .functional_collectives import group_of
 
 __all__: list[str] = []
 
@@ -69,12 +67,9 @@ def _dense(part: Tensor) -> Tensor:
     return part.view(torch.uint8) if part.element_size() == 1 else part
 
 
-def _group_of(group: Any) -> dist.ProcessGroup:
-    """By its name, as torch's ops have it."""
-    if isinstance(group, str):
-        group = distributed_c10d._resolve_process_group(group)  # type: ignore[attr-defined, arg-type]
-    found: dist.ProcessGroup = group
-    return found
+def _group_of(group: str | dist.ProcessGroup) -> dist.ProcessGroup:
+    """torch's ops have one or its name."""
+    return group_of(group) if isinstance(group, str) else group
 
 
 RULES.update(

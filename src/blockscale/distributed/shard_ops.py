@@ -13,7 +13,7 @@ from ..ops.operand_layout import operand_layout
 from ..ops.operation import operation
 from ..tensor import ScaledTensor
 from .collectives import all_gather, parts_of
-from .plain import group_of
+from .functional_collectives import group_of
 
 __all__ = ["as_operand", "gather_operand"]
 

@@ -1,70 +1,23 @@
-"""Shards of a matrix, quantized so that together they have the bytes of the whole one quantized at
-once."""
+"""Shards of activations, and of gradients: gathered quantized when a product reads them, and kept
+for the backward."""
 
 from __future__ import annotations
 
 import math
-import warnings
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
-from ..formats import get_format
-from ..layouts import TILE_ROWS
 from ..nn.forms import quantize_forms
-from ..ops.operand_layout import operand_layout
-from ..ops.quantize import global_scale
-from ..quantize import quantize
 from ..tensor import ScaledTensor
-from .plain import gathered, largest, name_of
+from .functional_collectives import all_gather_tensor, name_of
+from .quantizer import Quantizer, warn_of_cut_blocks
 from .shard_ops import gather_operand
-from .writes import Version
+from .version import Version
 
-__all__ = ["How", "Kept", "Shards", "warn_of_cut_blocks"]
-
-
-class How(NamedTuple):
-    """How a product reads a matrix: its format, and the rounding of its scales.
-
-    Attributes:
-        mesh: its ranks have other parts of the matrix, beside those of the group that gathers.
-    """
-
-    format: str
-    scale_rounding: str | None
-    mesh: DeviceMesh | None = None
-
-    @property
-    def rows(self) -> int:
-        """How many rows a shard has, or a multiple: whole blocks along either axis."""
-        return max(get_format(self.format).block)
-
-    def quantize(
-        self, x: Tensor, axis: int, global_scale: Tensor | None, layout: str = "compact"
-    ) -> ScaledTensor:
-        rounding = self.scale_rounding
-        how: dict[str, Any] = {"global_scale": global_scale, "layout": layout, "pad": True}
-        return quantize(x, self.format, axis, scale_rounding=rounding, **how)
-
-    def travelling(self, shard: Tensor) -> str:
-        """The layout in which scales of a shard (rows, K) travel, below which others lie: tiles
-        where products read them, and it has whole ones; else compact."""
-        layout = operand_layout(self.format, shard.device).layout
-        return layout if layout == "tcgen05" and shard.shape[0] % TILE_ROWS == 0 else "compact"
-
-    def global_scale(self, shard: Tensor, group: dist.ProcessGroup) -> Tensor | None:
-        """Ranks find the global scale of the whole, which is the largest of their shards', as it
-        rises with amax. Shards without values, as of empty ranks, have none."""
-        if not get_format(self.format).has_global_scale:
-            return None
-        found = global_scale(shard if shard.numel() else shard.new_zeros(1, 1), self.format)
-        found = torch.where((shard.isfinite() & (shard != 0)).any(), found, 0)
-        for each in (group, *(() if self.mesh is None else (self.mesh.get_group(),))):
-            found = largest(found, each)
-        return torch.where(found == 0, 1, found)
+__all__ = ["Kept", "Shards"]
 
 
 class Place(NamedTuple):
@@ -95,7 +48,7 @@ class Place(NamedTuple):
 
     def gather_plain(self, shard: Tensor) -> Tensor:
         """The whole in high precision, of its shape."""
-        return gathered(shard, self.dim, self.group)
+        return all_gather_tensor(shard, self.dim, self.group)
 
     def gather(self, shard: ScaledTensor) -> ScaledTensor:
         """The whole matrix, as products read it."""
@@ -115,33 +68,33 @@ class Shards:
 
     def __init__(self, x: Tensor, dim: int, group: dist.ProcessGroup) -> None:
         self.x, self.place = x, Place(x.shape, dim, group)
-        self.kept: dict[How | None, Kept] = {}
-        self._rows: dict[How, ScaledTensor] = {}
-        self._scales: dict[How, Tensor | None] = {}
+        self.kept: dict[Quantizer | None, Kept] = {}
+        self._rows: dict[Quantizer, ScaledTensor] = {}
+        self._scales: dict[Quantizer, Tensor | None] = {}
 
-    def rows(self, how: How) -> ScaledTensor:
+    def rows(self, quantizer: Quantizer) -> ScaledTensor:
         """Kept: layers that share an input read it one after another."""
-        if how not in self._rows:
-            self._rows[how] = self.place.gather(self.quantize(how, -1))
-        return self._rows[how]
+        if quantizer not in self._rows:
+            self._rows[quantizer] = self.place.gather(self.quantize(quantizer, -1))
+        return self._rows[quantizer]
 
-    def keep(self, how: How | None) -> Kept:
-        """What the gradient of a weight reads later: columns, or where there is no ``how`` rows in
-        high precision. Layers that share an input share it."""
-        if how not in self.kept:
-            self.kept[how] = Kept(self, how)
-        return self.kept[how]
+    def keep(self, quantizer: Quantizer | None) -> Kept:
+        """What the gradient of a weight reads later: columns, or where there is no ``quantizer``
+        rows in high precision. Layers that share an input share it."""
+        if quantizer not in self.kept:
+            self.kept[quantizer] = Kept(self, quantizer)
+        return self.kept[quantizer]
 
     def plain(self) -> Tensor:
         """The whole as it is, of its shape."""
         return self.place.gather_plain(self.x)
 
-    def quantize(self, how: How, axis: int) -> ScaledTensor:
+    def quantize(self, quantizer: Quantizer, axis: int) -> ScaledTensor:
         matrix = self.x.reshape(-1, self.x.shape[-1]).contiguous()
-        if how not in self._scales:
-            self._scales[how] = how.global_scale(matrix, self.place.group)
-        layout = how.travelling(matrix) if self.place.pieces == 1 else "compact"
-        return how.quantize(matrix, axis, self._scales[how], layout)
+        if quantizer not in self._scales:
+            self._scales[quantizer] = quantizer.global_scale(matrix, self.place.group)
+        layout = quantizer.travelling_layout(matrix) if self.place.pieces == 1 else "compact"
+        return quantizer.quantize(matrix, axis, self._scales[quantizer], layout)
 
 
 class Kept:
@@ -149,14 +102,14 @@ class Kept:
     so that whoever writes to the input then changes nothing; where it stays as it is such a write
     is an error."""
 
-    def __init__(self, shards: Shards, how: How | None) -> None:
-        self._place, self._how = shards.place, how
+    def __init__(self, shards: Shards, quantizer: Quantizer | None) -> None:
+        self._place, self._quantizer = shards.place, quantizer
         self._whole: Tensor | None = None
         self._shard: Tensor = shards.x
-        if how is not None and shards.place.rows % how.rows:
-            warn_of_cut_blocks(shards.place.whole, shards.place.ranks, how)
-        elif how is not None:
-            self._shard = shards.quantize(how, -2)
+        if quantizer is not None and shards.place.rows % quantizer.alignment:
+            warn_of_cut_blocks(shards.place.whole, shards.place.ranks, quantizer)
+        elif quantizer is not None:
+            self._shard = shards.quantize(quantizer, -2)
         self._version = Version(shards.x)
 
     def whole(self) -> Tensor:
@@ -177,25 +130,9 @@ class Kept:
                 "backward, and it was modified by an in-place operation; write to a copy"
             )
         values = self._place.gather_plain(self._shard)
-        matrix, how = values.reshape(-1, values.shape[-1]), self._how
-        if how is None:
+        matrix, quantizer = values.reshape(-1, values.shape[-1]), self._quantizer
+        if quantizer is None:
             return matrix
-        found = quantize_forms(matrix, *how[:2], columns=True).columns
+        found = quantize_forms(matrix, *quantizer[:2], columns=True).columns
         assert found is not None
         return found
-
-
-_warned = False
-
-
-def warn_of_cut_blocks(size: tuple[int, ...], ranks: int, how: How) -> None:
-    """Once."""
-    global _warned
-    if not _warned:
-        _warned = True
-        warnings.warn(
-            f"a tensor {tuple(size)} over {ranks} ranks is gathered in high precision: "
-            f"{how.format} has blocks of {how.rows}, and ranks would cut them. (Said once.)",
-            UserWarning,
-            stacklevel=4,
-        )

@@ -15,10 +15,10 @@ from torch.nn.utils.parametrize import is_parametrized
 from ..formats import get_format
 from ..nn.class_change import extend
 from ..nn.linear import Linear, check_dtype
-from .alike import check_alike
 from .compiled import gather_input, multiply, read_input, reduce_output
+from .dtensor_parameters import check_mesh, distribute_parameter
 from .gathered_input import GatheredInput
-from .shared import check_one_dimension, share_parameter
+from .ranks import check_alike
 
 __all__ = ["ColwiseParallel", "ParallelLinear", "PrepareModuleInput", "RowwiseParallel"]
 
@@ -74,7 +74,8 @@ class ColwiseParallel(torch_parallel.ColwiseParallel):
     not the last, and ``output_layouts`` Shard(-1), or what that is redistributed to.
 
     Raises TypeError for layers that were not converted; ValueError where ranks would cut blocks,
-    and on every rank where they have different recipes.
+    for a mesh of several dimensions, and on every rank where they have different recipes;
+    RuntimeError without a process group.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -201,7 +202,7 @@ def _split(style: Style, module: nn.Module, mesh: DeviceMesh, dim: int) -> nn.Mo
     check_alike("recipe", module.recipe, mesh.get_group())
     for name, _ in list(module.named_parameters(recurse=False)):
         placement: Placement = Shard(dim) if name == "weight" or dim == 0 else Replicate()
-        share_parameter(module, name, mesh, placement, style.src_data_rank)
+        distribute_parameter(module, name, mesh, placement, style.src_data_rank)
     extend(module, ParallelLinear)
     layer: Any = module
     layer.style, layer.mesh = style, mesh
@@ -209,7 +210,7 @@ def _split(style: Style, module: nn.Module, mesh: DeviceMesh, dim: int) -> nn.Mo
 
 
 def _check_blocks(layer: Linear, mesh: DeviceMesh, dim: int) -> None:
-    check_one_dimension(mesh, "tp")
+    check_mesh(mesh, "tp")
     recipe = layer.recipe
     roles = "weights", "gradients" if dim == 0 else "activations"
     block = max(max(get_format(recipe.format_of(role).name).block) for role in roles)

@@ -13,9 +13,9 @@ from ..tensor import ScaledTensor
 from ..watching import is_plain, is_transformed, unwatched
 from . import experts_backward
 from .double_backward import refuse_double_backward
-from .experts_call import Call, How
+from .experts_call import Call, ExpertsConfig
 from .gated import SWIGLU, GatedActivation, exact
-from .group_checks import Held, check_experts, check_saved_format
+from .group_checks import ExpertParameters, check_experts, check_saved_format
 from .group_launches import Launches, call_key
 from .group_operands import Activated, Rows
 from .main_grad import apply, leaf_of, open_main_grad
@@ -75,7 +75,7 @@ def experts(
 
     Source: Guo et al., "SonicMoE", arXiv 2512.14080 (what is kept, and the gradient of weights).
     """
-    held = Held(up, down, up_bias, down_bias, gate)
+    held = ExpertParameters(up, down, up_bias, down_bias, gate)
     routed = routing if isinstance(routing, Routing) else (None, None, routing, None)
     tensors = x, weights, *held, *routed
     key = None
@@ -93,7 +93,9 @@ def experts(
         recipe = saved_format = None  # there is nothing to quantize
     activation = activation if recipe is None else exact(activation)
     # inside of autograd's function none is enabled
-    how = How(recipe, activation, dtype, transposed, saved_format, torch.is_grad_enabled())
+    how = ExpertsConfig(
+        recipe, activation, dtype, transposed, saved_format, torch.is_grad_enabled()
+    )
     if is_transformed():
         return _TransformedExperts.apply(how, *tensors)
     launches = None
@@ -106,7 +108,7 @@ def experts(
 
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, how: How, launches: Launches | None, *tensors: Any) -> Tensor:
+    def forward(ctx: Any, how: ExpertsConfig, launches: Launches | None, *tensors: Any) -> Tensor:
         call, needs = Call.of(how, tensors, launches), (False,) * len(tensors)
         if how.grad_enabled:
             needs = ctx.needs_input_grad[2:]
@@ -117,7 +119,7 @@ class _Experts(torch.autograd.Function):
             h = quantize(h, how.saved_format, pad=True)
         ctx.save_for_backward(*tensors, h)
         ctx.how, ctx.launches = how, launches
-        need = dict(zip(Held._fields, needs[2:], strict=False))
+        need = dict(zip(ExpertParameters._fields, needs[2:], strict=False))
         ctx.leaves = {
             name: leaf_of(name, getattr(call.held, name))
             for name in experts_backward.STACKS
@@ -147,7 +149,7 @@ class _TransformedExperts(torch.autograd.Function):
     again."""
 
     @staticmethod
-    def forward(how: How, *tensors: Any) -> Tensor:
+    def forward(how: ExpertsConfig, *tensors: Any) -> Tensor:
         call = Call.of(how, tensors)
         return _second_product(call, _first_product(call, dgrad=False), dgrad=False)
 

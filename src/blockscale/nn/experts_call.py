@@ -13,16 +13,16 @@ from .. import ops
 from ..routing import Routing
 from . import group_passes
 from .gated import GatedActivation
-from .group_checks import Held
+from .group_checks import ExpertParameters
 from .group_launches import Launches
 from .group_operands import Operands, Rows, Source, operands
 from .recipe import Recipe
 
-__all__ = ["Call", "How", "Peers"]
+__all__ = ["Call", "ExpertsConfig", "Peers"]
 
 
-class How(NamedTuple):
-    """What does not change with the tensors."""
+class ExpertsConfig(NamedTuple):
+    """How experts multiply: what does not change with the tensors."""
 
     recipe: Recipe | None
     activation: GatedActivation
@@ -54,10 +54,10 @@ class Call(NamedTuple):
     With ``peers`` x and weights are those of all ranks' tokens that have an expert here.
     """
 
-    how: How
+    how: ExpertsConfig
     x: Tensor
     weights: Tensor | None
-    held: Held
+    held: ExpertParameters
     routing: Routing | None
     offsets: Tensor
     tokens: Tensor | None
@@ -65,11 +65,16 @@ class Call(NamedTuple):
     peers: Peers | None = None
 
     @classmethod
-    def of(cls, how: How, tensors: Sequence[Any], launches: Launches | None = None) -> Call:
+    def of(
+        cls, how: ExpertsConfig, tensors: Sequence[Any], launches: Launches | None = None
+    ) -> Call:
         """Of what the autograd function takes: x, weights, what experts hold, and the routing."""
         x, weights, *others = tensors
         of_routing = len(Routing._fields)
-        held, (pairs, slots, offsets, tokens) = Held(*others[:-of_routing]), others[-of_routing:]
+        held, (pairs, slots, offsets, tokens) = (
+            ExpertParameters(*others[:-of_routing]),
+            others[-of_routing:],
+        )
         offsets = offsets.contiguous()  # as kernels read vectors
         if pairs is None:
             return cls(how, x, weights, held, None, offsets, None, launches)

@@ -17,7 +17,7 @@ from .linear import check_dtype, check_whole
 from .recipe import Recipe, check_training_recipe
 
 __all__ = [
-    "Held",
+    "ExpertParameters",
     "check_experts",
     "check_grouped",
     "check_plain",
@@ -26,8 +26,9 @@ __all__ = [
 ]
 
 
-class Held(NamedTuple):
-    """What experts hold."""
+class ExpertParameters(NamedTuple):
+    """Matrices and biases of all experts of a layer, a stack each; ``gate``: where it is apart from
+    ``up``."""
 
     up: Tensor
     down: Tensor
@@ -92,7 +93,7 @@ def check_experts(
     x: Tensor,
     weights: Tensor | None,
     routing: Routing | Tensor,
-    held: Held,
+    held: ExpertParameters,
     recipe: Recipe | None,
     transposed: bool,
     interleaved: bool = False,
@@ -119,7 +120,7 @@ def check_experts(
     refuse_tangents("layers of groups have", x, weights, *held)
 
 
-def _check_held(x: Tensor, held: Held, recipe: Recipe | None, transposed: bool) -> None:
+def _check_held(x: Tensor, held: ExpertParameters, recipe: Recipe | None, transposed: bool) -> None:
     up, down, up_bias, down_bias, gate = held
     check_plain("x", x, recipe)
     for name, each in (("up", up), ("down", down), ("gate", gate)):

@@ -17,7 +17,7 @@ from .grouped import reset_as_linear
 from .linear import Linear
 from .recipe import Recipe
 from .reuse import ForgetsWeights
-from .router import Router, balance, choose_experts, mean_scores
+from .router import Router, balancing_loss, choose_experts, mean_scores
 from .unscripted import Unscripted
 
 __all__ = ["GatedExperts", "MoE"]
@@ -131,8 +131,9 @@ class MoE(Unscripted, torch.nn.Module):
     are chosen, and changed by :meth:`balance_` alone. :func:`blockscale.convert` changes the
     recipe.
 
-    After a forward ``load`` (E,) has how many pairs each expert had, and in training ``loss`` the
-    balancing loss (:func:`load_balancing_loss`), both on the device.
+    After a forward ``load`` (E,) has how many pairs each expert had, and in training
+    ``mean_scores`` (E,) its mean score, and ``loss`` the balancing loss of both
+    (:func:`load_balancing_loss`), all on the device.
     """
 
     load: Tensor | None
@@ -214,7 +215,7 @@ class MoE(Unscripted, torch.nn.Module):
                 "balancing_loss: the last forward was not one of training; call module.train(), "
                 "and the module, before"
             )
-        return balance(load, self.mean_scores)
+        return balancing_loss(load, self.mean_scores)
 
     @torch.no_grad()
     def balance_(self, rate: float = 1e-3, load: Tensor | None = None) -> None:

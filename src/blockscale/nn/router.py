@@ -12,7 +12,7 @@ from ..checks import choose
 from ..tensor_checks import check_is_tensor
 from ..watching import is_transformed
 
-__all__ = ["Router", "choose_experts", "load_balancing_loss"]
+__all__ = ["Router", "balancing_loss", "choose_experts", "load_balancing_loss", "mean_scores"]
 
 _SCORES = ("softmax", "sigmoid")
 
@@ -154,20 +154,21 @@ def load_balancing_loss(scores: Tensor, experts: Tensor) -> Tensor:
     """
     load = torch.zeros(scores.shape[-1], dtype=scores.dtype, device=scores.device)
     ones = torch.ones_like(experts, dtype=scores.dtype).flatten()
-    return balance(load.scatter_add(0, experts.flatten(), ones), mean_scores(scores))
+    return balancing_loss(load.scatter_add(0, experts.flatten(), ones), mean_scores(scores))
 
 
 def mean_scores(scores: Tensor) -> Tensor:
-    """Of each expert, over tokens (tokens, experts), each of which has one to give."""
+    """The mean score of each expert, of ``scores`` (tokens, experts) that add up to one in each
+    token first."""
     if not len(scores):
         return scores.sum(0)
     return (scores / scores.sum(-1, keepdim=True)).mean(0)
 
 
-def balance(load: Tensor, scores: Tensor) -> Tensor:
+def balancing_loss(load: Tensor, means: Tensor) -> Tensor:
     """``load_balancing_loss`` of how many pairs each expert has, and its mean score."""
-    share = load.to(scores.dtype) / load.sum().clamp(min=1)
-    return len(load) * (share * scores).sum()
+    share = load.to(means.dtype) / load.sum().clamp(min=1)
+    return len(load) * (share * means).sum()
 
 
 def _first(x: Tensor, count: int) -> Tensor:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from .. import __version__
 from .data import Corpus, Text
-from .ranks import Ranks, ShardedRanks, check_alike
+from .ranks import Ranks, ShardedRanks, check_same_facts
 from .run import Progress, Run, train
 from .saves import digest
 from .settings import Settings
@@ -152,7 +152,7 @@ def joined(place: Place, work: Work) -> Iterator[Ranks]:
         timeout=_STEP,
     )
     try:
-        check_alike(
+        check_same_facts(
             {"recipes": ", ".join(work.recipes)}
             | asdict(work.settings)
             | {"text": digest(work.text), "blockscale": __version__, "torch": torch.__version__}

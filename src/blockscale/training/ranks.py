@@ -15,21 +15,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ..distributed import ExpertParallel, gather_quantized
-from ..distributed.alike import gather_messages
+from ..distributed.functional_collectives import all_reduce
 from ..distributed.parallel_experts import ParallelExperts
-from ..distributed.plain import summed
+from ..distributed.ranks import gather_messages
 from ..distributed.tensor_parallel import ParallelLinear
 from ..nn import GatedExperts, Linear
 from .gpt import GPT, mixtures
 from .saves import RunSaves, Saves
 from .tensor_plan import share_layers, whole
 
-__all__ = ["Ranks", "ShardedRanks", "check_alike"]
+__all__ = ["Ranks", "ShardedRanks", "check_same_facts"]
 
 Item = TypeVar("Item")
 Found = TypeVar("Found")
@@ -128,8 +129,6 @@ class ShardedRanks(Ranks):
         self.mine = self.batches.get_local_rank()
 
     def shard(self, model: GPT) -> None:
-        from torch.distributed.fsdp import fully_shard
-
         if self.tensor.size() > 1:
             share_layers(model, self.tensor)
         gather_quantized(model)
@@ -141,8 +140,6 @@ class ShardedRanks(Ranks):
         fully_shard(model, mesh=self.batches)
 
     def _share_experts(self, experts: Any) -> None:
-        from torch.distributed.fsdp import fully_shard
-
         parallelize_module(experts, self.experts, ExpertParallel())
         mesh = self.mesh["fsdp"]
         fully_shard(experts, mesh=mesh)
@@ -177,7 +174,7 @@ class ShardedRanks(Ranks):
         return torch.stack(losses).sum() / self.tensor.size()  # where gradients are summed
 
     def loads(self, model: GPT) -> list[Tensor]:
-        return [summed(each, self.tensor.get_group()) for each in super().loads(model)]
+        return [all_reduce(each, "sum", self.tensor.get_group()) for each in super().loads(model)]
 
     def clip(self, model: GPT, largest: float) -> Tensor:
         """As torch's, of parameters that are on several meshes: experts are."""
@@ -197,7 +194,7 @@ class ShardedRanks(Ranks):
         return batch.chunk(self.parts)[self.mine]
 
     def mean(self, losses: Tensor) -> Tensor:
-        return summed(losses, self.batches.get_group()) / self.parts
+        return all_reduce(losses, "sum", self.batches.get_group()) / self.parts
 
     def any(self, wanted: bool) -> bool:
         flag = torch.tensor(wanted, dtype=torch.int32)  # on the host: nothing waits for a GPU
@@ -213,7 +210,7 @@ class ShardedRanks(Ranks):
         return ShardedSaves(Saves(folder, recipe, seed), self)
 
 
-def check_alike(facts: Mapping[str, object]) -> None:
+def check_same_facts(facts: Mapping[str, object]) -> None:
     """ValueError on every rank where one has others than the rest. All ranks call it."""
     found = gather_messages({name: str(value) for name, value in facts.items()})
     wrong = []

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from ...dtypes import from_torch
 from ..common.calls import (
-    Alpha,
     CompiledGemm,
     GemmCall,
     Operand,
@@ -33,7 +32,6 @@ def gather_gemm(
     b: Operand,
     *,
     bias: Tensor | None = None,
-    alpha: Alpha = None,
     out_dtype: torch.dtype = torch.bfloat16,
     limit: float = 100.0,
     gpu: Gpu | None = None,
@@ -51,7 +49,7 @@ def gather_gemm(
     Raises Unsupported, a ValueError, where there is no kernel; ValueError or TypeError where shapes
     or dtypes do not belong together.
     """
-    call = describe_call(a, b, bias=bias, alpha=alpha, out_dtype=out_dtype, gpu=gpu)
+    call = describe_call(a, b, bias=bias, out_dtype=out_dtype, gpu=gpu)
     sizes = GatherSizes(memory.ranks, *a.data.shape)
     compiled = _plan(call, sizes)
     out = torch.empty_like(compiled.out)
@@ -59,7 +57,7 @@ def gather_gemm(
     own, own_scale, b_data, b_scale = compiled.views(a.data, a.scale, b.data, b.scale)
     compiled.run(
         *(own, own_scale, memory.data(sizes), memory.scale(sizes), b_data, b_scale),
-        *(out, bias, alpha),
+        *(out, bias, None),
         (memory.start, memory.peers, memory.signals),
         (memory.rank, round(limit * 1e9)),
         *compiled.rest,

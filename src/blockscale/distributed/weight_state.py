@@ -15,10 +15,10 @@ from ..nn.forms import Forms
 from ..nn.reuse import kept_with
 from ..tensor import ScaledTensor
 from .collectives import all_gather_named
+from .quantizer import Quantizer
 from .shard_ops import as_operand
-from .shards import How
 
-__all__ = ["Gathered", "Held"]
+__all__ = ["Gathered", "WeightState"]
 
 
 class Gathered(NamedTuple):
@@ -32,13 +32,13 @@ class Gathered(NamedTuple):
 
     parts: tuple[ScaledTensor, ...]
     shape: torch.Size
-    shard: Held
+    shard: WeightState
     dtype: torch.dtype
     group: dist.ProcessGroup
     written: int | None
 
     def along(self, axis: int) -> ScaledTensor:
-        block, first = get_format(self.shard.how.format).block, self.parts[0]
+        block, first = get_format(self.shard.quantizer.format).block, self.parts[0]
         if axis != first.axis and block[0] != block[1]:
             if self.shard.writes.count not in (None, self.written):
                 raise RuntimeError(
@@ -73,11 +73,11 @@ class Writes:
 
 
 @dataclass(eq=False)
-class Held:
+class WeightState:
     """What a weight and its views have: FSDP2 gathers into all of them anew.
 
     Attributes:
-        how: a product reads the weight.
+        quantizer: of shards, as the product has it that reads the weight.
         name: of its layer, the same on all ranks.
         master: values in high precision, of a shard or where it was gathered as it is.
         gathered: what a rank has of the whole one, otherwise.
@@ -85,7 +85,7 @@ class Held:
         checked: that all ranks quantize it alike.
     """
 
-    how: How
+    quantizer: Quantizer
     name: str
     master: Tensor | None = None
     gathered: Gathered | None = None
@@ -103,15 +103,15 @@ class Held:
             )
         return self.master
 
-    def made(self, master: Tensor, *, view: bool) -> Held:
+    def made(self, master: Tensor, *, view: bool) -> WeightState:
         """Hold ``master``, which an operation has made of the values."""
         writes = self.writes if view else Writes()
-        return Held(self.how, self.name, master, writes=writes)
+        return WeightState(self.quantizer, self.name, master, writes=writes)
 
     def global_scale(self, dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor | None:
         """Ranks find the global scale of the whole weight together."""
         found: Tensor | None = self._kept(
-            (dtype,), lambda: self.how.global_scale(self.values.to(dtype), group)
+            (dtype,), lambda: self.quantizer.global_scale(self.values.to(dtype), group)
         )
         return found
 
@@ -120,7 +120,8 @@ class Held:
 
         def make() -> tuple[ScaledTensor, Tensor | None]:
             values = self.values.to(dtype)
-            return self.how.quantize(values, axis, scale, self.how.travelling(values)), scale
+            layout = self.quantizer.travelling_layout(values)
+            return self.quantizer.quantize(values, axis, scale, layout), scale
 
         found: ScaledTensor
         found, _ = self._kept((dtype, axis, id(scale)), make)
@@ -130,7 +131,7 @@ class Held:
         """``make`` is called once for the values and ``key`` inside of ``reuse_weights``."""
         if self.writes.count is None:
             return make()
-        return kept_with(self.values, (self.writes.count, self.how, *key), make)
+        return kept_with(self.values, (self.writes.count, self.quantizer, *key), make)
 
     def quantized_forms(
         self, format: str, scale_rounding: str | None, *, rows: bool, columns: bool
@@ -138,9 +139,9 @@ class Held:
         """As products read it; None where it has values, which anybody may quantize."""
         if self.gathered is None:
             return None
-        if (format, scale_rounding) != self.how[:2]:
+        if (format, scale_rounding) != self.quantizer[:2]:
             raise ValueError(
-                f"weight: was gathered as {self.how}, its layer multiplies {format} (scales "
+                f"weight: was gathered as {self.quantizer}, its layer multiplies {format} (scales "
                 f"{scale_rounding}); call blockscale.distributed.gather_quantized after recipes "
                 "are set"
             )

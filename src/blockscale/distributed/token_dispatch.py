@@ -16,12 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..routing import Routing, route
+from .ranks import PeerError, rank_and_ranks
 
-__all__ = ["Dispatched", "PeerError", "dispatch", "rank_and_ranks"]
-
-
-class PeerError(RuntimeError):
-    """Another rank cannot go on, for a reason that it raises itself."""
+__all__ = ["Dispatched", "dispatch"]
 
 
 class Dispatched(NamedTuple):
@@ -63,19 +60,6 @@ class Dispatched(NamedTuple):
         received = out[: sum(self.results_received)]
         _all_to_all(received, results, self.results_received, self.results_sent, self.group)
         return out
-
-
-def rank_and_ranks(group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """This process and how many there are; one where torch.distributed was not initialized.
-    ValueError where it is not in ``group``."""
-    if not dist.is_available() or not dist.is_initialized():
-        return 0, 1
-    rank = dist.get_rank(group)
-    if rank < 0:
-        raise ValueError(
-            f"group: rank {dist.get_rank()} is not in it; call this on the ranks of the group alone"
-        )
-    return rank, dist.get_world_size(group)
 
 
 def dispatch(

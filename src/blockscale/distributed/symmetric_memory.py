@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .tokens import rank_and_ranks
+from .ranks import rank_and_ranks
 
 __all__ = ["symmetric_memory"]
 
@@ -26,7 +26,9 @@ def symmetric_memory(
     if ranks == 1:
         buffer = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         return buffer, torch.tensor([buffer.data_ptr()], device=device)
-    from torch.distributed import _symmetric_memory as symmetric
+    from torch.distributed import (
+        _symmetric_memory as symmetric,  # private: who shares none needs none
+    )
 
     try:
         buffer = symmetric.empty(nbytes, dtype=torch.uint8, device=device)

@@ -1,17 +1,18 @@
-"""Parameters that ranks share, as DTensors."""
+"""Parameters that ranks share, as DTensors, and the mesh that they are shared over."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
-__all__ = ["as_shared", "check_one_dimension", "share_parameter"]
+__all__ = ["check_mesh", "distribute_parameter", "dtensor_like"]
 
 
-def share_parameter(
+def distribute_parameter(
     module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement, source: int | None
 ) -> None:
     """Put a DTensor in the place of a module's parameter. ``source``: the rank whose values all
@@ -22,14 +23,20 @@ def share_parameter(
     module.register_parameter(name, made)
 
 
-def as_shared(local: Tensor, like: DTensor) -> DTensor:
+def dtensor_like(local: Tensor, like: DTensor) -> DTensor:
     """A DTensor of which this rank has ``local``, shared as ``like`` is."""
     how: Any = {"shape": like.shape, "stride": like.stride()}
     return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, **how)
 
 
-def check_one_dimension(mesh: DeviceMesh, example: str) -> None:
-    """ValueError for a mesh of several; ``example``: the name of one."""
+def check_mesh(mesh: DeviceMesh, example: str) -> None:
+    """RuntimeError without a process group, ValueError for a mesh of several dimensions;
+    ``example``: the name of one."""
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "device_mesh: torch.distributed has no process group; call "
+            "torch.distributed.init_process_group before"
+        )
     if mesh.ndim != 1:
         raise ValueError(
             f"device_mesh: has dimensions {mesh.mesh_dim_names or mesh.ndim}; give one of them, as "

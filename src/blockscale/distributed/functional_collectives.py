@@ -1,4 +1,7 @@
-"""Collectives of plain tensors along any dimension, as ops that compilers call as they are."""
+"""Collectives of plain tensors along any dimension, as ops that compilers call as they are.
+
+Names are of torch.distributed._functional_collectives.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,14 @@ from torch.distributed import distributed_c10d
 
 from ..ops.operation import operation
 
-__all__ = ["gathered", "group_of", "largest", "mine", "name_of", "scattered_sum", "summed"]
+__all__ = [
+    "all_gather_tensor",
+    "all_reduce",
+    "group_of",
+    "local_shard",
+    "name_of",
+    "reduce_scatter_tensor",
+]
 
 #: Their names before torch 2.13, and since.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -77,32 +87,27 @@ def _fake_reduce(x: Tensor) -> Tensor:
 
 @operation(_fake_reduce)
 def reduce_over_ranks(x: Tensor, how: str, group: str) -> Tensor:
-    """The SUM, or the MAX, of what ranks have."""
+    """The "sum", or the "max"imum, of what ranks have."""
     x = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(x, getattr(dist.ReduceOp, how), group_of(group))
+    dist.all_reduce(x, getattr(dist.ReduceOp, how.upper()), group_of(group))
     return x
 
 
-def gathered(x: Tensor, dim: int, group: dist.ProcessGroup | None) -> Tensor:
+def all_gather_tensor(x: Tensor, dim: int, group: dist.ProcessGroup | None) -> Tensor:
     """The shards of all ranks, joined along ``dim``."""
     return gather_shards(x, dim, dist.get_world_size(group), name_of(group))
 
 
-def scattered_sum(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+def reduce_scatter_tensor(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """This rank's shard, along ``dim``, of the sum over ranks."""
     return scatter_sum(x, dim, dist.get_world_size(group), name_of(group))
 
 
-def mine(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+def local_shard(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """This rank's shard, along ``dim``, of what all ranks have."""
     return take_shard(x, dim, dist.get_world_size(group), name_of(group))
 
 
-def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum over ranks."""
-    return reduce_over_ranks(x, "SUM", name_of(group))
-
-
-def largest(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The largest that a rank has, of each element."""
-    return reduce_over_ranks(x, "MAX", name_of(group))
+def all_reduce(x: Tensor, how: str, group: dist.ProcessGroup) -> Tensor:
+    """The "sum" over ranks, or the "max"imum, of each element."""
+    return reduce_over_ranks(x, how, name_of(group))

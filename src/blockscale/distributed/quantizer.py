@@ -1,0 +1,81 @@
+"""How ranks quantize shards so that together they have the bytes of the whole matrix quantized at
+once."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..formats import get_format
+from ..layouts import TILE_ROWS
+from ..ops.operand_layout import operand_layout
+from ..ops.quantize import global_scale
+from ..quantize import quantize
+from ..tensor import ScaledTensor
+from .functional_collectives import all_reduce
+
+__all__ = ["Quantizer", "warn_of_cut_blocks"]
+
+
+class Quantizer(NamedTuple):
+    """Quantizes shards of a matrix: its format, and the rounding of its scales, as the product has
+    them that reads it.
+
+    Attributes:
+        mesh: its ranks have other parts of the matrix, beside those of the group that gathers.
+    """
+
+    format: str
+    scale_rounding: str | None
+    mesh: DeviceMesh | None = None
+
+    @property
+    def alignment(self) -> int:
+        """Rows and columns of a shard are a multiple of this: whole blocks along either axis."""
+        return max(get_format(self.format).block)
+
+    def quantize(
+        self, x: Tensor, axis: int, global_scale: Tensor | None, layout: str = "compact"
+    ) -> ScaledTensor:
+        rounding = self.scale_rounding
+        how: dict[str, Any] = {"global_scale": global_scale, "layout": layout, "pad": True}
+        return quantize(x, self.format, axis, scale_rounding=rounding, **how)
+
+    def travelling_layout(self, shard: Tensor) -> str:
+        """The layout in which scales of a shard (rows, K) travel, below which others lie: tiles
+        where products read them, and it has whole ones; else compact."""
+        layout = operand_layout(self.format, shard.device).layout
+        return layout if layout == "tcgen05" and shard.shape[0] % TILE_ROWS == 0 else "compact"
+
+    def global_scale(self, shard: Tensor, group: dist.ProcessGroup) -> Tensor | None:
+        """Ranks find the global scale of the whole, which is the largest of their shards', as it
+        rises with amax. Shards without values, as of empty ranks, have none."""
+        if not get_format(self.format).has_global_scale:
+            return None
+        found = global_scale(shard if shard.numel() else shard.new_zeros(1, 1), self.format)
+        found = torch.where((shard.isfinite() & (shard != 0)).any(), found, 0)
+        for each in (group, *(() if self.mesh is None else (self.mesh.get_group(),))):
+            found = all_reduce(found, "max", each)
+        return torch.where(found == 0, 1, found)
+
+
+_warned = False
+
+
+def warn_of_cut_blocks(size: tuple[int, ...], ranks: int, quantizer: Quantizer) -> None:
+    """Once."""
+    global _warned
+    if not _warned:
+        _warned = True
+        warnings.warn(
+            f"a tensor {tuple(size)} over {ranks} ranks is gathered in high precision: "
+            f"{quantizer.format} has blocks of {quantizer.alignment}, and ranks would cut them. "
+            "(Said once.)",
+            UserWarning,
+            stacklevel=4,
+        )
