@@ -121,6 +121,7 @@ def test_the_function():
         launch(0)
         with pytest.raises(PeerError, match="rank 1 did not come"):
             launch(0)
+        assert not any(groups[0] in key for key in gather_gemm._found)
 
 
 def nothing(*args, **how) -> None:

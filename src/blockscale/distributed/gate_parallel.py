@@ -34,6 +34,8 @@ class GateParallel(ParallelStyle):
     ``moe.loss`` is that of a rank's tokens: divide it by the ranks of "tp", over which gradients
     are summed.
 
+    Compilers call it as it is, as they do the experts.
+
     Raises, when it is applied, TypeError for other modules, ValueError for a mesh of several
     dimensions, RuntimeError without a process group.
 

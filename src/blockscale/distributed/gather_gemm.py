@@ -150,16 +150,19 @@ class _Launcher:
 
     def _check(self) -> None:
         if missing := int(self.missing):
+            for known in (_found, _largest):  # who begins anew has other memory
+                for key in [key for key, each in known.items() if each is self]:
+                    del known[key]
             raise PeerError(
                 f"rank {missing - 1} did not come within {_LIMIT:g} s of a product; what it left "
-                "in shared memory cannot be used: begin anew on all ranks, with another group"
+                "in shared memory cannot be used: begin anew on all ranks"
             )
 
 
 #: Of what ranks have told each other: what launches it, or None where steps do. Memory is not
 #: given back, as CUDA graphs may have it: each is at least twice as large as the last.
-_found: dict[tuple[_Kind, torch.device, Any, str], _Launcher | None] = {}
-_largest: dict[tuple[torch.device, Any], _Launcher] = {}
+_found: dict[Any, _Launcher | None] = {}  # by kind, device, group and backend
+_largest: dict[Any, _Launcher | None] = {}  # by device and group
 
 
 def _launcher_of(kind: _Kind, device: torch.device, group: Any, backend: str) -> _Launcher | None:
@@ -197,5 +200,5 @@ def _find(kind: _Kind, device: torch.device, group: Any, backend: str) -> _Launc
         return None
     memory = GatherMemory(*made, rank_and_ranks(group)[0])
     memory.prepare()
-    _largest[device, group] = _Launcher(memory)
-    return _largest[device, group]
+    found = _largest[device, group] = _Launcher(memory)
+    return found

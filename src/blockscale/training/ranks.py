@@ -180,10 +180,11 @@ class ShardedRanks(Ranks):
         """As torch's, of parameters that are on several meshes: experts are."""
         groups = defaultdict(list)
         for each in model.parameters():
-            groups[cast(DTensor, each).device_mesh].append(each)
+            if each.grad is not None:
+                groups[cast(DTensor, each).device_mesh].append(each)
         norms = []
         for group in groups.values():
-            norm = get_total_norm([p.grad for p in group if p.grad is not None])
+            norm = get_total_norm([cast(Tensor, p.grad) for p in group])
             norms.append(cast(DTensor, norm).full_tensor())
         total = torch.stack(norms).norm()
         for group in groups.values():
