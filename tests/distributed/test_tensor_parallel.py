@@ -14,6 +14,7 @@ from tensor_ranks import BATCH, CASES, WIDE, make_block, parallel
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwiseParallel
 from torch.distributed.tensor.parallel import parallelize_module
 
 import blockscale as bs
@@ -254,6 +255,19 @@ def test_gathered_first_is_refused(mesh):
     model = gather_quantized(converted())
     with pytest.raises(TypeError, match=r"gather_quantized.*after parallelize_module"):
         parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
+
+
+def test_shared_once(mesh):
+    model = parallelize_module(converted(), mesh["tp"], {"0": ColwiseParallel()})
+    with pytest.raises(TypeError, match=r"is shared already; apply one style, once"):
+        parallelize_module(model, mesh["tp"], {"0": RowwiseParallel()})
+
+
+def test_styles_of_torch_are_refused(mesh):
+    """Whoever did not change the import is told what to import."""
+    model = parallelize_module(converted(), mesh["tp"], {"0": TorchColwiseParallel()})
+    with pytest.raises(TypeError, match=r"ColwiseParallel and .* of blockscale\.distributed"):
+        model(torch.randn(32, 64))
 
 
 def test_conversions_leave_it(mesh):

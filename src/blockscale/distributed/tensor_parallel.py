@@ -182,7 +182,9 @@ class PrepareModuleInput(torch_parallel.PrepareModuleInput):
 
 def _split(style: Style, module: nn.Module, mesh: DeviceMesh, dim: int) -> nn.Module:
     """Share a layer's weight along ``dim``, and a bias that is of its columns."""
-    if not isinstance(module, Linear) or isinstance(module, ParallelLinear):
+    if isinstance(module, ParallelLinear):
+        raise TypeError(f"module: {module} is shared already; apply one style, once")
+    if not isinstance(module, Linear):
         name = type(style).__name__
         raise TypeError(
             f"module: got {module}; blockscale.distributed.{name} takes layers of "

@@ -125,8 +125,9 @@ def check_whole(name: str, tensor: object) -> None:
     check_is_tensor(name, tensor)
     if is_dtensor(tensor):
         raise TypeError(
-            f"{name}: is a DTensor, whose shards cannot be quantized one by one in general; "
-            "use FSDP, or call .full_tensor() or .to_local() first"
+            f"{name}: is a DTensor, whose shards cannot be quantized one by one in general; share "
+            "converted layers by ColwiseParallel and RowwiseParallel of blockscale.distributed in "
+            "the place of torch's, use FSDP, or call .full_tensor() or .to_local() first"
         )
 
 
