@@ -84,6 +84,8 @@ def test_what_has_another_name_is_nan_on_a_gpu(format):
 def test_one_process():
     q = bs.quantize(torch.randn(32, 64), "mxfp8")
     assert all_gather(q) is q
+    with pytest.raises(TypeError, match="dim: got 'tp'; expected an int"):
+        all_gather(q, "tp")
     assert all_to_all(q, [32], [32]) is q
     with pytest.raises(TypeError, match="expected a ScaledTensor"):
         all_to_all(torch.randn(4, 64), [4], [4])

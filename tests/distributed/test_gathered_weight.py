@@ -140,11 +140,21 @@ def test_plain_in_files():
 
 def test_others_stay():
     """A filter leaves layers out, and products in high precision do."""
-    model = gather_quantized(layer(), lambda module, name: False)
+    two = nn.Sequential(*layer(), *layer())
+    model = gather_quantized(two, lambda module, name: name == "1")
     assert type(model[0].weight.detach()) is torch.Tensor
+    assert type(model[1].weight.detach()) is GatheredWeight
     recipe = bs.Recipe("mxfp8", high_precision=("dgrad",))
     model = gather_quantized(bs.convert(nn.Sequential(nn.Linear(64, 96)), recipe))
     assert type(model[0].weight.detach()) is torch.Tensor
+
+
+def test_nothing_to_gather():
+    for model, accepts in ((nn.Sequential(nn.Linear(64, 96)), None), (layer(), lambda *_: False)):
+        with pytest.raises(
+            ValueError, match=r"no layer made by blockscale\.convert"
+        ):
+            gather_quantized(model, accepts)
 
 
 def test_compiled_before_it_is_sharded():

@@ -48,6 +48,8 @@ def all_gather(
 
     Source: seed 001 of Transformer Engine, "Quantized all-gather".
     """
+    if not isinstance(dim, int):
+        raise TypeError(f"dim: got {dim!r}; expected an int, and a group as group=")
     if not (isinstance(shard, ScaledTensor) and has_whole_tiles(shard, dim)):
         _check("shard", shard)
     if rank_and_ranks(group)[1] == 1:

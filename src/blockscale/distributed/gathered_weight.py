@@ -209,7 +209,7 @@ class GatheredWeight(Tensor):
             self.state.checked = True
         alignment = self.quantizer.alignment
         if outer_size[0] % (ranks * alignment) or outer_size[1] % alignment:
-            warn_of_cut_blocks(outer_size, ranks, self.quantizer)
+            warn_of_cut_blocks(self.state.name, outer_size, ranks, self.quantizer)
             shard, rows = self.state.values.to(dtype), -(-outer_size[0] // ranks)
             padded = shard.new_zeros(rows, *outer_size[1:])
             padded[: len(shard)] = shard
@@ -318,16 +318,24 @@ def gather_quantized(
         module: changed in place, and returned.
         filter_fn: of a layer and its name; those for which it is false stay as they are.
 
-    Raises TypeError for parameters that are sharded already. Forward and backward raise ValueError
-    for shards that are not of rows, RuntimeError where a weight was written to while it is
-    gathered.
+    Raises ValueError where there is no layer of ``convert`` that ``filter_fn`` accepts, TypeError
+    for parameters that are sharded already. Forward and backward raise ValueError for shards that
+    are not of rows, RuntimeError where a weight was written to while it is gathered.
     """
-    for weight, layers in _layers_of(module).items():
+    accepted = {
+        weight: layers
+        for weight, layers in _layers_of(module).items()
+        if not filter_fn or all(filter_fn(each, name) for name, each in layers)
+    }
+    if not accepted:
+        raise ValueError(
+            "module: has no layer made by blockscale.convert that filter_fn accepts, no weight "
+            "would be gathered quantized; call blockscale.convert before"
+        )
+    for weight, layers in accepted.items():
         name, first = layers[0]
         if not all(isinstance(each, Linear) for _, each in layers):
             continue  # tied to an embedding, say, which reads its values
-        if filter_fn and not all(filter_fn(each, name) for name, each in layers):
-            continue
         if is_dtensor(weight) and not isinstance(first, ParallelLinear):
             raise TypeError(
                 f"{name}.weight: is a DTensor; call gather_quantized before fully_shard"

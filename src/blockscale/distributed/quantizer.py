@@ -67,15 +67,15 @@ class Quantizer(NamedTuple):
 _warned = False
 
 
-def warn_of_cut_blocks(size: tuple[int, ...], ranks: int, quantizer: Quantizer) -> None:
+def warn_of_cut_blocks(name: str, size: tuple[int, ...], ranks: int, quantizer: Quantizer) -> None:
     """Once."""
     global _warned
     if not _warned:
-        _warned = True
+        _warned, block = True, quantizer.alignment
         warnings.warn(
-            f"a tensor {tuple(size)} over {ranks} ranks is gathered in high precision: "
-            f"{quantizer.format} has blocks of {quantizer.alignment}, and ranks would cut them. "
-            "(Said once.)",
+            f"{name} {tuple(size)} over {ranks} ranks is gathered in high precision: "
+            f"{quantizer.format} has blocks of {block}, and ranks would cut them; rows of a "
+            f"multiple of {ranks * block} are gathered quantized. (Said once.)",
             UserWarning,
             stacklevel=4,
         )

@@ -107,7 +107,7 @@ class Kept:
         self._whole: Tensor | None = None
         self._shard: Tensor = shards.x
         if quantizer is not None and shards.place.rows % quantizer.alignment:
-            warn_of_cut_blocks(shards.place.whole, shards.place.ranks, quantizer)
+            warn_of_cut_blocks("an input", shards.place.whole, shards.place.ranks, quantizer)
         elif quantizer is not None:
             self._shard = shards.quantize(quantizer, -2)
         self._version = Version(shards.x)

@@ -98,8 +98,8 @@ class WeightState:
         if self.master is None:
             raise ValueError(
                 f"weight: {self.name} has no values in high precision while it is gathered; read "
-                "it when FSDP has sharded it again, or leave the layer out of gather_quantized "
-                "(filter_fn)"
+                "it when FSDP has sharded it again, leave the layer out of gather_quantized "
+                "(filter_fn), or convert it back before that"
             )
         return self.master
 
@@ -141,7 +141,8 @@ class WeightState:
             return None
         if (format, scale_rounding) != self.quantizer[:2]:
             raise ValueError(
-                f"weight: was gathered as {self.quantizer}, its layer multiplies {format} (scales "
+                f"weight: was gathered as {self.quantizer.format} (scales "
+                f"{self.quantizer.scale_rounding}), its layer multiplies {format} (scales "
                 f"{scale_rounding}); call blockscale.distributed.gather_quantized after recipes "
                 "are set"
             )

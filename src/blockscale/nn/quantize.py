@@ -109,7 +109,7 @@ def _obstacle(kind: Kind, module: torch.nn.Module) -> str:
     if isinstance(weight, ScaledTensor) or torch.nn.parameter.is_lazy(weight):
         return ""
     if type(weight) is not torch.nn.Parameter:
-        return f"its weight is a {type(weight).__name__}"
+        return f"its weight is a {type(weight).__name__}: quantize before ranks share or gather it"
     if weight.dtype not in DTYPES:
         allowed = ", ".join(map(str, DTYPES))
         return f"its weight is {tuple(weight.shape)} {weight.dtype}; cast it to one of {allowed}"

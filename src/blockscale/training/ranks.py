@@ -131,7 +131,8 @@ class ShardedRanks(Ranks):
     def shard(self, model: GPT) -> None:
         if self.tensor.size() > 1:
             share_layers(model, self.tensor)
-        gather_quantized(model)
+        if any(isinstance(each, Linear) for each in model.modules()):
+            gather_quantized(model)
         for block in model.blocks:
             if self.experts.size() > 1:
                 for each in mixtures(block):
