@@ -33,6 +33,7 @@ _BACKENDS = ("auto", "kernel", "steps")
 _LIMIT = 100.0  # seconds to wait for another rank
 
 
+@torch.compiler.disable
 def all_gather_gemm(
     a: ScaledTensor,
     b: ScaledTensor,
@@ -53,7 +54,8 @@ def all_gather_gemm(
     rank's rows, two of its warps write these to the other ranks, and a tile of their rows waits for
     no more than its own. It has the bits of the product of all rows by a kernel that adds up K in
     order. It has run in the emulator alone, with up to four ranks at once; speed on GPUs was not
-    measured yet. Elsewhere rows are gathered, quantized, then multiplied.
+    measured yet. Elsewhere rows are gathered, quantized, then multiplied. Compilers call it as it
+    is.
 
     Args:
         a: this rank's rows (M / ranks, K), blocked along -1, of the same shape on all. For the
