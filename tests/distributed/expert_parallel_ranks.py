@@ -16,7 +16,7 @@ import sequence_ranks
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from observed import error_of, whole
+from observed import WRITES, error_of, whole
 from processes import begin
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -281,15 +281,6 @@ def used(rank: int, ranks: int, device: torch.device) -> dict[str, bool]:
     with torch.inference_mode():
         found["inference"] = torch.equal(experts(x, weights, bs.route(numbers, EXPERTS)), want[0])
     return found
-
-
-WRITES: dict[str, Any] = {
-    "in place": lambda p: p.mul_(2),
-    "copied": lambda p: p.copy_(p * 2),
-    "foreach": lambda p: torch._foreach_mul_([p], 2),
-    "detached": lambda p: p.detach().mul_(2),
-    "local": lambda p: p.to_local().mul_(2),
-}
 
 
 def written(case: Case, given: list[Tensor], mesh: DeviceMesh, name: str) -> bool:

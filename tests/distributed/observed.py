@@ -1,4 +1,4 @@
-"""What tests of ranks look at: whole tensors, what is sent, and what a call raises."""
+"""What tests of ranks do and look at: whole tensors, what is sent, and what a call raises."""
 
 from __future__ import annotations
 
@@ -7,12 +7,23 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from blockscale.distributed import functional_collectives
 
-__all__ = ["counted_gathers", "error_of", "whole"]
+__all__ = ["WRITES", "counted_gathers", "error_of", "whole"]
+
+
+#: What changes a parameter that ranks share.
+WRITES: dict[str, Any] = {
+    "in place": lambda p: p.mul_(0.9),
+    "copied": lambda p: p.copy_(p * 1.3),
+    "foreach": lambda p: torch._foreach_mul_([p], 1.2),
+    "detached": lambda p: p.detach().mul_(1.2),
+    "local": lambda p: p.to_local().mul_(1.2),
+}
 
 
 def whole(x: Tensor) -> Tensor:

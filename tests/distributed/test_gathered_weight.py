@@ -151,9 +151,7 @@ def test_others_stay():
 
 def test_nothing_to_gather():
     for model, accepts in ((nn.Sequential(nn.Linear(64, 96)), None), (layer(), lambda *_: False)):
-        with pytest.raises(
-            ValueError, match=r"no layer made by blockscale\.convert"
-        ):
+        with pytest.raises(ValueError, match=r"no layer made by blockscale\.convert"):
             gather_quantized(model, accepts)
 
 

@@ -9,6 +9,7 @@ import pytest
 import tensor_ranks
 import torch
 import torch.distributed as dist
+from observed import WRITES
 from processes import gather
 from tensor_ranks import BATCH, CASES, WIDE, make_block, parallel
 from torch import nn
@@ -216,15 +217,6 @@ def test_inputs_that_are_not_contiguous(mesh):
     model = parallelize_module(copy.deepcopy(alone), mesh["tp"], plan)
     x = torch.randn(64, 64).mT
     assert torch.equal(model[0](x), alone[0](x))
-
-
-WRITES: dict[str, Any] = {
-    "in place": lambda p: p.mul_(0.9),
-    "copied": lambda p: p.copy_(p * 1.3),
-    "foreach": lambda p: torch._foreach_mul_([p], 1.2),
-    "detached": lambda p: p.detach().mul_(1.2),
-    "local": lambda p: p.to_local().mul_(1.2),
-}
 
 
 @pytest.mark.parametrize("name", WRITES)

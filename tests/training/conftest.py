@@ -5,10 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import training_ranks
 
-from blockscale.training import Corpus, Settings, Text, read_text
+from blockscale.training import Corpus, Settings, Text, read_text, started_ranks
 
 CONTEXT = 32
+
+
+@pytest.fixture
+def quick_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that a comparison starts come from a process that has imported all."""
+    monkeypatch.setattr(started_ranks.multiprocessing, "get_context", training_ranks.quick_context)
 
 
 @pytest.fixture

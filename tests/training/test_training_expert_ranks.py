@@ -15,7 +15,7 @@ import pytest
 import torch
 import training_ranks
 from torch import Tensor
-from training_ranks import Few, facts
+from training_ranks import Few, by, facts
 
 from blockscale.cli import main
 from blockscale.nn import MoE
@@ -34,22 +34,14 @@ from blockscale.training import (
 from blockscale.training.gpt import mixtures
 from blockscale.training.run import _loss, _model, _optimizer
 
+pytestmark = pytest.mark.usefixtures("quick_ranks")
+
 
 @pytest.fixture
 def settings(small) -> Settings:
     """Two ranks have four experts each, four have two."""
     sizes = {"width": 128, "layers": 2, "heads": 4, "context": 64, "batch": 4, "steps": 4}
     return dataclasses.replace(small, **sizes, experts=8, expert_size=64)
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr(started_ranks.multiprocessing, "get_context", training_ranks.quick_context)
-
-
-def by(mesh, settings, text, recipes=("bf16", "mxfp8"), **given):
-    whole = {"fsdp": None, "ep": None, "tp": None} | mesh
-    return compare(recipes, text, dataclasses.replace(settings, **whole), **given)
 
 
 # --- losses ---------------------------------------------------------------------------------------

@@ -36,6 +36,8 @@ from blockscale.training import (
 from blockscale.training.launch import Place, open_store
 from blockscale.training.run import _loss, _model, _optimizer
 
+pytestmark = pytest.mark.usefixtures("quick_ranks")
+
 RECIPE_NAMES = ("bf16", "mxfp8")
 
 
@@ -43,11 +45,6 @@ RECIPE_NAMES = ("bf16", "mxfp8")
 def settings(small) -> Settings:
     """Whose shards are whole blocks: of two ranks all of MXFP8's."""
     return dataclasses.replace(small, width=64, layers=2, heads=2, batch=4)
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr(started_ranks.multiprocessing, "get_context", training_ranks.quick_context)
 
 
 def by(ranks, settings, text, recipes=RECIPE_NAMES, **given):

@@ -13,7 +13,7 @@ import pytest
 import torch
 import training_ranks
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from training_ranks import Few, facts
+from training_ranks import Few, by, facts
 
 from blockscale.cli import main
 from blockscale.training import (
@@ -29,6 +29,8 @@ from blockscale.training import (
 )
 from blockscale.training.tensor_plan import by_kind, by_rank
 
+pytestmark = pytest.mark.usefixtures("quick_ranks")
+
 MESHES = ({"tp": 2}, {"fsdp": 2, "tp": 2})
 
 
@@ -36,16 +38,6 @@ MESHES = ({"tp": 2}, {"fsdp": 2, "tp": 2})
 def settings(small) -> Settings:
     """Whose shards are whole blocks of 32 along either axis, also of four ranks."""
     return dataclasses.replace(small, width=128, layers=2, heads=4, context=64, batch=4, steps=4)
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr(started_ranks.multiprocessing, "get_context", training_ranks.quick_context)
-
-
-def by(mesh, settings, text, recipes=("bf16", "mxfp8"), **given):
-    whole = {"fsdp": None, "tp": None} | mesh
-    return compare(recipes, text, dataclasses.replace(settings, **whole), **given)
 
 
 # --- losses ---------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
 import os
 import signal
@@ -14,7 +15,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from blockscale.training import RECIPES, Corpus, Statistics, gpt, launch, ranks, started_ranks
+from blockscale.training import (
+    RECIPES,
+    Corpus,
+    Statistics,
+    compare,
+    gpt,
+    launch,
+    ranks,
+    started_ranks,
+)
 from blockscale.training.run import _eager, _model, _optimizer
 from blockscale.training.tensor_plan import by_kind, whole
 from blockscale.training.workers import become_worker, leave
@@ -45,6 +55,14 @@ class Few:
 def facts(runs: Any) -> list[Any]:
     """What does not depend on when it was made."""
     return [(run.recipe, run.train_loss, run.validation, run.statistics) for run in runs]
+
+
+def by(
+    mesh: dict[str, int], settings: Any, text: Any, recipes: Any = ("bf16", "mxfp8"), **given: Any
+) -> Any:
+    """Runs of ranks that share a mesh."""
+    whole = {"fsdp": None, "ep": None, "tp": None} | mesh
+    return compare(recipes, text, dataclasses.replace(settings, **whole), **given)
 
 
 def quick_context(_: str) -> Any:

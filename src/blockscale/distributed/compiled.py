@@ -61,7 +61,7 @@ def reduce_output(y: Tensor, bias: Tensor | None, dim: int | None, group: str) -
 
 
 def _known(device: torch.device, group: str, *formats: str) -> str:
-    """What is traced depends on this, of which caches of graphs know nothing."""
+    """Return what a traced graph depends on, and what caches of graphs would not see otherwise."""
     return f"{fingerprint(device, *formats)} {dist.get_world_size(group_of(group))}"
 
 

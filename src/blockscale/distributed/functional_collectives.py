@@ -30,7 +30,7 @@ _resolve: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-def
 
 
 def name_of(group: dist.ProcessGroup | None) -> str:
-    """What graphs know a group by."""
+    """Return the name by which graphs know a group."""
     known: Any = dist.group.WORLD if group is None else group
     found: str = known.group_name
     return found

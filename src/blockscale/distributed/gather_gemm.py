@@ -104,7 +104,7 @@ def all_gather_gemm(
 
 
 class _Kind(NamedTuple):
-    """What all ranks have alike of a product."""
+    """The part of a product that all ranks have alike."""
 
     rows: int
     columns: int  # of the data of ``a``, which may be padded

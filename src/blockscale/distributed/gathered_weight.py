@@ -237,14 +237,14 @@ class GatheredWeight(Tensor):
         else:
             data, scale = all_gather_outputs
             data = data.view(q.qdata.dtype)
-            rows = q.qdata if q.qdata.is_contiguous() else q.qdata.mT
-            if rows is q.qdata and (q.layout_name == "compact" or q.axis == -1):
+            turned = not q.qdata.is_contiguous()
+            if not turned and (q.layout_name == "compact" or q.axis == -1):
                 parts = (q._with(data=data, scale=scale, shape=tuple(size)),)
             else:
+                rows = q.qdata.mT if turned else q.qdata
                 each = data.view(-1, *rows.shape), scale.view(-1, *q.qscale.shape)
-                turn = not q.qdata.is_contiguous()
                 parts = tuple(
-                    q._with(data=d.mT if turn else d, scale=s) for d, s in zip(*each, strict=True)
+                    q._with(data=d.mT if turned else d, scale=s) for d, s in zip(*each, strict=True)
                 )
             written = self.state.writes.count
             gathered = Gathered(parts, size, self.state, param_dtype, group, written)

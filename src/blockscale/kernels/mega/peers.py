@@ -12,6 +12,7 @@ from cutlass import Float32, Int32, Int64, cute
 from ..common import ptx
 from ..common.numeric import NUMERIC
 from ..common.tensor_specs import any_tensor
+from ..ranks.rows import memory_of
 from ..ranks.signals import load_acquire
 from .buffers import Buffers
 
@@ -61,9 +62,7 @@ class Peers:
 
     def of(self, rank):
         """The address of a rank's buffer."""
-        at = self.table + Int64(rank) * 8
-        low, high = (ptx.load_global(at + half, 4) for half in (0, 4))
-        return Int64(high) << 32 | Int64(low)
+        return memory_of(self.table, rank)
 
     def of_peer(self, rank, region: str):
         """The address of a region of another rank."""

@@ -15,6 +15,7 @@ from cutlass import Int32, Int64, Uint32, cute
 
 from ..common import ptx
 from .gather_sizes import ARRIVED, CHUNK_ROWS, EPOCH, FINISHED, MISSING, MOST_CHUNKS, READY
+from .rows import memory_of
 from .signals import add_release, arrive, fence_async, load_acquire, wait_for_peer
 
 __all__ = ["Gathering", "Sender"]
@@ -70,10 +71,8 @@ class Gathering:
         return self.signals + there + Int64(index) * _WORD
 
     def apart(self, rank):
-        """How far the memory of another rank is from this one's."""
-        at = self.table + Int64(rank) * 8
-        low, high = (ptx.load_global(at + half, 4) for half in (0, 4))
-        return (Int64(high) << 32 | Int64(low)) - self.start
+        """Return how many bytes the memory of another rank begins after this one's."""
+        return memory_of(self.table, rank) - self.start
 
     def chunk(self, epoch, source, chunk):
         """The number of a chunk's counter."""

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Copies of a few rows by a warp, several in flight at once."""
+"""Where ranks' memory is, and copies of a few rows by a warp, several in flight at once."""
 
 from __future__ import annotations
 
@@ -11,9 +11,16 @@ from cutlass import Int32, Int64, Uint32, cute, range_constexpr
 
 from ..common import ptx
 
-__all__ = ["BATCH", "copy_rows", "of_lane", "rows_of_lanes"]
+__all__ = ["BATCH", "copy_rows", "memory_of", "of_lane", "rows_of_lanes"]
 
 BATCH = 2  # rows that a warp copies, and whose pieces are in flight: few, as there may be few
+
+
+def memory_of(table, rank):
+    """The address of a rank's memory, of a table that has 8 bytes for each."""
+    at = table + Int64(rank) * 8
+    low, high = (ptx.load_global(at + half, 4) for half in (0, 4))
+    return Int64(high) << 32 | Int64(low)
 
 
 def of_lane(address, lane):
