@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,8 +65,10 @@ def measure(model: Any, device: torch.device) -> dict[str, float]:
     vocabulary, cuda = model.config.vocab_size, device.type == "cuda"
     generator = torch.Generator().manual_seed(dist.get_rank())
     start = 0.0
-    for step in range(WARM + STEPS):
-        tokens = torch.randint(vocabulary, (BATCH, LENGTH + 1), generator=generator).to(device)
+    # there before they are needed, as loaders have them: a copy would wait for the step before
+    shape = WARM + STEPS, BATCH, LENGTH + 1
+    batches = torch.randint(vocabulary, shape, generator=generator).to(device)
+    for step, tokens in enumerate(batches):
         if step == WARM:
             if cuda:
                 torch.cuda.synchronize()
@@ -85,9 +88,9 @@ def measure(model: Any, device: torch.device) -> dict[str, float]:
     return {"step_s": seconds, "peak_bytes": peak, "loss": last}
 
 
-def compare(config: LlamaConfig, device: torch.device, backend: str) -> dict[str, Any]:
+def compare(config: LlamaConfig, device: torch.device) -> Iterator[tuple[str, dict[str, Any]]]:
+    backend = "inductor" if device.type == "cuda" else "aot_eager"
     mesh = init_device_mesh(device.type, (dist.get_world_size(), 1, 1), mesh_dim_names=NAMES)
-    found: dict[str, Any] = {}
     for name, recipe in MODELS.items():
         gc.collect()
         torch.compiler.reset()
@@ -95,15 +98,13 @@ def compare(config: LlamaConfig, device: torch.device, backend: str) -> dict[str
             torch.cuda.empty_cache()
         try:
             model = make_model(config, recipe, mesh, backend)
-            found[name] = measure(model, device)
+            found: dict[str, Any] = measure(model, device)
             tokens = BATCH * LENGTH * dist.get_world_size()
-            found[name]["tokens_per_s"] = tokens / found[name]["step_s"]
+            found["tokens_per_s"] = tokens / found["step_s"]
             del model
         except (ImportError, torch.cuda.OutOfMemoryError) as error:
-            found[name] = {"missing": f"{type(error).__name__}: {error}"[:300]}
-        if dist.get_rank() == 0:
-            print(name, found[name], flush=True)
-    return found
+            found = {"missing": f"{type(error).__name__}: {error}"[:300]}
+        yield name, found
 
 
 def main(out: str, *sizes: str) -> None:
@@ -123,10 +124,11 @@ def main(out: str, *sizes: str) -> None:
     for each in sizes:
         size, _, layers = each.partition(":")
         config = replace(SIZES[size], num_hidden_layers=int(layers))
-        backend = "inductor" if device.type == "cuda" else "aot_eager"
-        report["models"][each] = compare(config, device, backend)
-        if dist.get_rank() == 0:
-            Path(out).write_text(json.dumps(report) + "\n")
+        report["models"][each] = found = {}
+        for name, found[name] in compare(config, device):
+            if dist.get_rank() == 0:
+                print(each, name, found[name], flush=True)
+                Path(out).write_text(json.dumps(report) + "\n")
     dist.destroy_process_group()
 
 

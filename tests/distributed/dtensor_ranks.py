@@ -18,6 +18,9 @@ import blockscale as bs
 import blockscale.distributed
 
 FORMATS = "mxfp8", "nvfp4", "fp8_1x128", "fp8_128x128", "mxfp4"
+FOUR_BITS = "nvfp4", "mxfp4"
+#: Its DTensors gather nothing whose columns are contiguous, as those of four bits are.
+OLD = torch.__version__.startswith("2.11.")
 PLACEMENTS = {"rows": Shard(0), "columns": Shard(1), "whole": Replicate()}
 
 
@@ -38,6 +41,8 @@ def results(device: torch.device) -> dict[str, bool]:
     w = torch.randn(128 * ranks, 256 * ranks, device=device)
     for format in FORMATS:
         for axis in (-1, -2):
+            if axis == -2 and format in FOUR_BITS and OLD:
+                continue
             q = bs.quantize(w, format, axis)
             local = {
                 "rows": q.chunk(ranks, 0)[rank],
@@ -72,5 +77,6 @@ def task(rank: int, ranks: int, folder: Path) -> dict[str, bool]:
 if __name__ == "__main__":
     found = results(begin(sys.argv[1]))
     if dist.get_rank() == 0:
+        print("without columns of four bits" if OLD else "all", end=": ")
         print(f"{sum(found.values())} of {len(found)}", [x for x, ok in found.items() if not ok])
     dist.destroy_process_group()

@@ -48,9 +48,13 @@ CASES: dict[str, tuple[str, torch.dtype | None, bool, str]] = {
     "meta": ("mxfp8", torch.bfloat16, True, "meta"),
     "mxfp8 tiles": ("mxfp8", torch.bfloat16, True, "tiles"),
     "nvfp4 tiles": ("nvfp4", torch.bfloat16, True, "tiles"),
+    "mxfp8 columns": ("mxfp8", torch.bfloat16, True, "columns"),
+    "fp8_block columns": ("fp8_block", torch.bfloat16, True, "columns"),
+    "fp8_block columns again": ("fp8_block", torch.bfloat16, True, "columns checkpoint"),
+    "fp8_block columns kept": ("fp8_block", torch.bfloat16, False, "columns"),
 }
-#: As products on Blackwell read scales.
-TILES = OperandLayout("tcgen05")
+#: As products read operands on Blackwell, and on Hopper.
+LAYOUTS = {"tiles": OperandLayout("tcgen05"), "columns": OperandLayout(k_major=True)}
 #: Cases whose blocks are compiled, and the backend.
 COMPILED = {
     "mxfp8": "aot_eager",
@@ -101,7 +105,7 @@ def make_model(
     recipe, dtype, reshard, more = CASES[name]
     torch.manual_seed(0)
     hidden = WIDE + 18 if more == "odd" else WIDE  # whose rows ranks cut, and share unevenly
-    blocks = nn.Sequential(*(Block(hidden, more == "checkpoint") for _ in range(2)))
+    blocks = nn.Sequential(*(Block(hidden, "checkpoint" in more) for _ in range(2)))
     if more == "meta":
         blocks = blocks.to("meta")
     model = bs.convert(blocks, bs.Recipe(recipe)).to("meta" if more == "meta" else device)
@@ -149,9 +153,10 @@ def results(rank: int, device: torch.device) -> dict[str, tuple[list[float], lis
     found = {}
     for name in CASES:
         each = [make_model(name, device, gathers=gathers) for gathers in (False, True)]
+        layout = LAYOUTS.get(CASES[name][3].partition(" ")[0])
         with ExitStack() as stack:
-            for module in (quantizer, shard_ops) if CASES[name][3] == "tiles" else ():
-                stack.enter_context(patch.object(module, "operand_layout", lambda *how: TILES))
+            for module in (quantizer, shard_ops) if layout else ():
+                stack.enter_context(patch.object(module, "operand_layout", lambda *_: layout))  # noqa: B023
             plain, quantized = (train(name, model, rank, device) for model in each)
         found[name] = plain, quantized
     return found

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 from collections import Counter
+from typing import Any
 
 import fsdp_ranks
 import pytest
 import torch
 from processes import gather
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 import blockscale as bs
 from blockscale.distributed import gather_quantized
-from blockscale.distributed.gathered_weight import GatheredWeight
+from blockscale.distributed.gathered_weight import GatheredWeight, Like
+from blockscale.distributed.weight_state import WeightState
 
 
 @pytest.fixture(scope="module", params=[2, 4])
@@ -136,6 +140,22 @@ def test_plain_in_files():
     for assign in (False, True):
         model.load_state_dict(state, assign=assign)
         assert torch.equal(model[0].weight.detach().master, state["0.weight"])
+
+
+def test_compilers_pickle_what_stands_in():
+    """For a weight, as torch 2.11 does for the key of a graph it has cached; a weight that was
+    gathered is still refused."""
+    model = gather_quantized(bs.convert(nn.Sequential(nn.Linear(64, 32)), bs.Recipe("mxfp8")))
+    weight: Any = model[0].weight
+    with FakeTensorMode() as mode:
+        keys = [pickle.loads(pickle.dumps(mode.from_tensor(weight))) for _ in range(2)]
+    assert keys[0] == keys[1]
+    assert "(32, 64) torch.float32" in keys[0]
+    gathered = GatheredWeight(
+        WeightState(weight.quantizer, "up", handle=torch.tensor([1])), Like.of(weight)
+    )
+    with pytest.raises(ValueError, match="up has no values in high precision"):
+        pickle.dumps(gathered)
 
 
 def test_others_stay():

@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -37,6 +38,7 @@ from blockscale.kernels.common.gpu import Unsupported
 from blockscale.kernels.common.machine_code import disassemble
 from blockscale.kernels.common.rounds import rounds
 from blockscale.kernels.sm90 import calls as sm90
+from blockscale.kernels.sm90 import plan
 from blockscale.kernels.sm90.config import TILINGS, Config, choose_config
 from blockscale.kernels.sm90.estimate import Costs, Tiling
 from blockscale.kernels.sm90.product_config import fit
@@ -476,6 +478,33 @@ def call(
     a, b = Operand(*given[:2], "fp8_1x128"), Operand(*given[2:], b_format)
     with em.cutedsl(em.Device("sm_90a", check="all,exit_stores")):
         return sm90.gemm(a, b, gpu=chip(arch), **kwargs)
+
+
+def test_beside_collectives():
+    """Of several ranks more CTAs are launched than run at once, for the same bits."""
+    given, launched = operands(200, 2048, 128), []
+    one = chip("sm_90a", 1)
+
+    def load(config):
+        kernel = compile_cache.build(config)
+
+        def run(*args):
+            launched.append(args[-1])
+            kernel(*args)
+
+        return run
+
+    found = []
+    for ranks in (False, True):
+        a, b = Operand(*given[:2], "fp8_1x128"), Operand(*given[2:], "fp8_128x128")
+        with (
+            patch.object(plan, "beside_collectives", lambda ranks=ranks: ranks),
+            em.cutedsl(em.Device("sm_90a", check="all,exit_stores")),
+        ):
+            found.append(sm90.gemm(a, b, gpu=replace(one, load=load)))
+    assert launched == [1, 4]
+    assert torch.equal(*found)
+    assert_close(found[0], product(*given, (128, 128)), BF16)
 
 
 def test_quantized():

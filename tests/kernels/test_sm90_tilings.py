@@ -185,3 +185,14 @@ def test_l2_alone() -> None:
 def test_every_cluster_is_known() -> None:
     for product in PRODUCTS.values():
         assert {each.config.cluster_size for each in product.tilings} <= set(CLUSTERS)
+
+
+def test_ctas_take_turns() -> None:
+    """Where tiles are many, CTAs have some four each, and no more than four follow each other on a
+    multiprocessor."""
+    for cluster in ((1, 1), (1, 2)):
+        config = replace(SQUARE, cluster=cluster)
+        tiles = {66: 1, 132: 1, 132 * 7: 1, 132 * 8: 2, 132 * 15: 3, 132 * 100: 4}
+        for count, turns in tiles.items():
+            assert config.shared_ctas(128, 128 * count, H200) == turns * 132
+        assert config.shared_ctas(256, 128 * 100, replace(H200, multiprocessors=1)) == 4

@@ -15,7 +15,17 @@ from ..tensor_rules import has_whole_tiles
 from .functional_collectives import all_gather_tensor
 from .ranks import rank_and_ranks
 
-__all__ = ["all_gather", "all_gather_named", "all_to_all", "exchange", "pack", "parts_of", "unpack"]
+__all__ = [
+    "all_gather",
+    "all_gather_named",
+    "all_to_all",
+    "as_rows",
+    "exchange",
+    "is_turned",
+    "pack",
+    "parts_of",
+    "unpack",
+]
 
 _HEADER = 256  # bytes that say what a message is
 _seen: set[str] = set()  # kinds of messages that have come from all ranks of a group on a GPU
@@ -190,7 +200,8 @@ def _check(name: str, given: ScaledTensor) -> None:
 def pack(shard: ScaledTensor, kind: str) -> tuple[Tensor, list[int]]:
     """A rank's message: bytes of what it is, elements, block scales, and perhaps a global scale;
     and how many there are of each."""
-    parts = [_header(kind, shard.device), *(part.contiguous() for part in parts_of(shard))]
+    data, *others = parts_of(shard)
+    parts = [_header(kind, shard.device), as_rows(data), *(part.contiguous() for part in others)]
     octets = [part.view(-1).view(torch.uint8) for part in parts]
     return torch.cat(octets), [len(each) for each in octets]
 
@@ -201,11 +212,13 @@ def unpack(
     """The messages of all ranks (ranks, bytes) as one tensor, of shards like ``shard``."""
     headers, *found = received.split(sizes, 1)
     _check_headers(headers, kind, "shard")
-    whole = [
-        part.contiguous().view(like.dtype).view(len(received), *like.shape)
-        for part, like in zip(found, parts_of(shard), strict=True)
-    ]
-    data, scale, *scalars = whole
+    like = [as_rows(shard.qdata), *parts_of(shard)[1:]]
+    data, scale, *scalars = (
+        part.contiguous().view(each.dtype).view(len(received), *each.shape)
+        for part, each in zip(found, like, strict=True)
+    )
+    if is_turned(shard.qdata):
+        data = data.mT
     scalar = _alike(scalars[0]) if scalars else None
     each: list[Any] = [
         shard._with(data=data[rank], scale=scale[rank], global_scale=scalar)
@@ -213,6 +226,16 @@ def unpack(
     ]
     joined: Any = torch.cat(each, dim)
     return joined
+
+
+def is_turned(data: Tensor) -> bool:
+    """Whether a matrix lies in memory column after column."""
+    return not data.is_contiguous() and data.mT.is_contiguous()
+
+
+def as_rows(data: Tensor) -> Tensor:
+    """A matrix, or its transpose, which of them lies row after row."""
+    return data.mT if is_turned(data) else data.contiguous()
 
 
 def parts_of(shard: ScaledTensor) -> list[Tensor]:

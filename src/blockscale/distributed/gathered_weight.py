@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
@@ -16,6 +17,7 @@ from ..nn.gathered_ops import number
 from ..nn.linear import Linear
 from ..nn.recipe import Recipe
 from ..watching import is_dtensor
+from .collectives import as_rows
 from .dtensor_parameters import dtensor_like
 from .quantizer import Quantizer, warn_of_cut_blocks
 from .ranks import check_alike
@@ -150,7 +152,11 @@ class GatheredWeight(Tensor):
         return nn.Parameter(made, requires_grad=given.requires_grad)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A checkpoint has its values, and needs no class of ours."""
+        """A checkpoint has its values, and needs no class of ours. Compilers pickle what stands in
+        for a weight, to know a graph that they have cached."""
+        (inner,), _ = self.__tensor_flatten__()
+        if isinstance(getattr(self, inner), FakeTensor):
+            return str, (f"{self._stable_hash_for_caching()} {tuple(self.shape)} {self.dtype}",)
         return self.state.values.__reduce_ex__(protocol)
 
     @classmethod
@@ -217,9 +223,7 @@ class GatheredWeight(Tensor):
         axis = -2 if torch._C._current_graph_task_id() >= 0 else -1
         group = mesh.get_group()
         q = self.state.quantize(axis, dtype, self.state.global_scale(dtype, group))
-        # along columns elements of four bits lie column after column
-        data = q.qdata if q.qdata.is_contiguous() else q.qdata.mT.contiguous()
-        return (data.view(torch.uint8), q.qscale), (q, group, outer_size)
+        return (as_rows(q.qdata).view(torch.uint8), q.qscale), (q, group, outer_size)
 
     def fsdp_post_all_gather(
         self,
@@ -236,18 +240,8 @@ class GatheredWeight(Tensor):
             state = WeightState(self.quantizer, self.state.name, values[: size[0]])
         else:
             data, scale = all_gather_outputs
-            data = data.view(q.qdata.dtype)
-            turned = not q.qdata.is_contiguous()
-            if not turned and (q.layout_name == "compact" or q.axis == -1):
-                parts = (q._with(data=data, scale=scale, shape=tuple(size)),)
-            else:
-                rows = q.qdata.mT if turned else q.qdata
-                each = data.view(-1, *rows.shape), scale.view(-1, *q.qscale.shape)
-                parts = tuple(
-                    q._with(data=d.mT if turned else d, scale=s) for d, s in zip(*each, strict=True)
-                )
             written = self.state.writes.count
-            gathered = Gathered(parts, size, self.state, param_dtype, group, written)
+            gathered = Gathered(q, data, scale, size, self.state, param_dtype, group, written)
             state = WeightState(self.quantizer, self.state.name, gathered=gathered)
         if out is None:
             if state.master is not None:

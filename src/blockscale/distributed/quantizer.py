@@ -42,9 +42,11 @@ class Quantizer(NamedTuple):
     def quantize(
         self, x: Tensor, axis: int, global_scale: Tensor | None, layout: str = "compact"
     ) -> ScaledTensor:
+        # columns lie in memory as products read them: to turn them later costs as much again
+        k_major = axis == -2 and operand_layout(self.format, x.device).k_major
         rounding = self.scale_rounding
         how: dict[str, Any] = {"global_scale": global_scale, "layout": layout, "pad": True}
-        return quantize(x, self.format, axis, scale_rounding=rounding, **how)
+        return quantize(x, self.format, axis, scale_rounding=rounding, k_major=k_major, **how)
 
     def travelling_layout(self, shard: Tensor) -> str:
         """The layout in which scales of a shard (rows, K) travel, below which others lie: tiles

@@ -46,7 +46,7 @@ def _scatter(outputs: list[ScaledTensor], inputs: list[list[ScaledTensor]], *how
     for i, part in enumerate(parts_of(outputs[0])):
         of = [[_dense(source[i]) for source in sources]] if sources else []
         received = _dense(torch.empty_like(part, memory_format=torch.contiguous_format))
-        _, work = c10d.scatter_.default([received], of, *how)
+        _, work = _awaitable(c10d.scatter_.default, [received], of, *how)
         work.wait()
         part.copy_(received.view(part.dtype))
     return outputs, work
@@ -55,10 +55,19 @@ def _scatter(outputs: list[ScaledTensor], inputs: list[list[ScaledTensor]], *how
 def _broadcast(tensors: list[ScaledTensor], *how: Any) -> Any:
     for part in parts_of(tensors[0]):
         sent = _dense(part)
-        _, work = c10d.broadcast_.default([sent], *how)
+        _, work = _awaitable(c10d.broadcast_.default, [sent], *how)
         work.wait()
         part.copy_(sent.view(part.dtype))
     return tensors, work
+
+
+def _awaitable(op: Any, *given: Any) -> Any:
+    """What the operation gives, and what to wait for: NCCL gives nothing that can be waited for
+    where a call was not asynchronous."""
+    arguments = op._schema.arguments
+    asynchronous = {each.name: True for each in arguments if str(each.type) == "bool"}
+    named = {each.name: x for each, x in zip(arguments, given, strict=False)}
+    return op(**{**named, **asynchronous})
 
 
 def _dense(part: Tensor) -> Tensor:

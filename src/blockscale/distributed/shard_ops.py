@@ -12,10 +12,10 @@ from ..formats import get_format
 from ..ops.operand_layout import operand_layout
 from ..ops.operation import operation
 from ..tensor import ScaledTensor
-from .collectives import all_gather, parts_of
+from .collectives import all_gather, as_rows, is_turned, parts_of
 from .functional_collectives import group_of
 
-__all__ = ["as_operand", "gather_operand"]
+__all__ = ["as_operand", "gather_operand", "join_received"]
 
 
 def gather_operand(shard: ScaledTensor, rows: int, ranks: int, group: str) -> ScaledTensor:
@@ -79,14 +79,35 @@ def _scaled(
     layout: str,
     dtype: torch.dtype,
 ) -> ScaledTensor:
-    data, scale = (part.contiguous() for part in parts[:2])
+    data, scale = parts[0], parts[1].contiguous()
     how: Any = {"format": get_format(format), "shape": shape, "axis": axis, "dtype": dtype}
     return ScaledTensor(data, scale, global_scale=parts[2], layout=layout, **how)
+
+
+def join_received(
+    like: ScaledTensor, data: Tensor, scale: Tensor, shape: torch.Size
+) -> ScaledTensor:
+    """The matrix of which ranks have sent shards as ``like``, of its rows: their bytes and their
+    scales lie one after the other."""
+    turned = is_turned(like.qdata)
+    if like.axis == -2 and like.layout_name != "compact":  # tiles of scales lie beside each other
+        each = data.view(-1, *as_rows(like.qdata).shape), scale.view(-1, *like.qscale.shape)
+        parts: Any = [
+            like._with(data=(d.mT if turned else d).view(like.qdata.dtype), scale=s)
+            for d, s in zip(*each, strict=True)
+        ]
+        whole: ScaledTensor = torch.cat(parts)  # type: ignore[assignment]
+        return whole
+    if turned:
+        data = torch.cat(data.view(-1, *like.qdata.mT.shape).unbind(), 1).mT  # copies whole words
+    return like._with(data=data.view(like.qdata.dtype), scale=scale, shape=tuple(shape))
 
 
 def as_operand(whole: ScaledTensor) -> ScaledTensor:
     """In memory as products want it."""
     layout, k_major = operand_layout(whole.format_name, whole.device)
-    if whole.axis == -2 and k_major:
+    if whole.axis == -1 and not whole.qdata.is_contiguous():
+        whole = whole._with(data=whole.qdata.contiguous())  # square blocks, gathered as columns
+    elif whole.axis == -2 and k_major and not whole.qdata.mT.is_contiguous():
         whole = whole._with(data=whole.qdata.mT.contiguous().mT)
     return whole.to_layout(layout)

@@ -16,7 +16,7 @@ from ..nn.reuse import kept_with
 from ..tensor import ScaledTensor
 from .collectives import all_gather_named
 from .quantizer import Quantizer
-from .shard_ops import as_operand
+from .shard_ops import as_operand, join_received
 
 __all__ = ["Gathered", "WeightState"]
 
@@ -26,11 +26,14 @@ class Gathered(NamedTuple):
     one: its own ``shard``, in ``dtype``.
 
     Attributes:
-        parts: the whole, or shards that do not lie below each other.
+        like: the shard as it was sent; ``data`` and ``scale``: what all ranks have sent, one after
+            the other.
         written: how often the shard was written to before, if anybody can tell.
     """
 
-    parts: tuple[ScaledTensor, ...]
+    like: ScaledTensor
+    data: Tensor
+    scale: Tensor
     shape: torch.Size
     shard: WeightState
     dtype: torch.dtype
@@ -38,19 +41,19 @@ class Gathered(NamedTuple):
     written: int | None
 
     def along(self, axis: int) -> ScaledTensor:
-        block, first = get_format(self.shard.quantizer.format).block, self.parts[0]
-        if axis != first.axis and block[0] != block[1]:
+        block, sent = get_format(self.shard.quantizer.format).block, self.like
+        if axis != sent.axis and block[0] != block[1]:
             if self.shard.writes.count not in (None, self.written):
                 raise RuntimeError(
                     f"weight: {self.shard.name} was written to after FSDP gathered it, and what "
                     "is gathered now would be of other values; call reshard() of the module that "
                     "fully_shard wraps before writing, as by an optimizer's step"
                 )
-            shard = self.shard.quantize(axis, self.dtype, first.global_scale)
+            shard = self.shard.quantize(axis, self.dtype, sent.global_scale)
             return all_gather_named(shard, self.group, self.shard.name)
-        whole: Any = torch.cat(list(self.parts)) if len(self.parts) > 1 else first
-        found: ScaledTensor = whole  # the same elements and scales may serve both products
-        return found if axis == first.axis else found._with(axis=axis)
+        whole = join_received(sent, self.data, self.scale, self.shape)
+        # the same elements and scales may serve both products
+        return whole if axis == sent.axis else whole._with(axis=axis)
 
 
 class Writes:
@@ -109,7 +112,9 @@ class WeightState:
         return WeightState(self.quantizer, self.name, master, writes=writes)
 
     def global_scale(self, dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor | None:
-        """Ranks find the global scale of the whole weight together."""
+        """Ranks find the global scale of the whole weight together, if its format has one."""
+        if not get_format(self.quantizer.format).has_global_scale:
+            return None
         found: Tensor | None = self._kept(
             (dtype,), lambda: self.quantizer.global_scale(self.values.to(dtype), group)
         )

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from typing import Any, overload
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .gpu import GPUS, Gpu, Unsupported, no_kernels
@@ -16,6 +17,7 @@ from .gpu import GPUS, Gpu, Unsupported, no_kernels
 __all__ = [
     "FLOATS",
     "Described",
+    "beside_collectives",
     "describe",
     "gpu_of",
     "missing",
@@ -46,6 +48,12 @@ def missing() -> str:
     if find_spec("cutlass") is None or find_spec("tvm_ffi") is None:
         return "CuTe DSL is not installed: pip install 'blockscale[cuda]'"
     return ""
+
+
+def beside_collectives() -> bool:
+    """Whether this process is one of several ranks: their collectives, which run beside products,
+    hold multiprocessors."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def require_gpu(name: str, device: torch.device, gpu: Gpu | None) -> Gpu:
@@ -114,6 +122,10 @@ def _load(device: torch.device, config: Any) -> Callable[..., Any]:
 
 
 def _run_on(device: torch.device, kernel: Callable[..., Any], *args: Any) -> None:
-    """Launches go to the current device."""
+    """Launches go to the current device, which most often is this one: to change it takes as long
+    as a launch does."""
+    if torch.cuda.current_device() == device.index:
+        kernel(*args)
+        return
     with torch.cuda.device(device):
         kernel(*args)

@@ -18,6 +18,7 @@ from ..common.copies import TmaTiles
 from ..common.factor import any_added
 from ..common.pipeline import Pipeline
 from ..common.promotion import promote_l2
+from ..common.schedule import clusters_of
 from ..common.tensor_specs import any_source, any_strided, any_tensor, compile_for
 from ..ranks.gathering import Gathering, Sender
 from . import ptx
@@ -65,12 +66,13 @@ class GatherTile(Tile):
 @dataclass(frozen=True)
 class GatherTiles:
     """The tiles of a CTA, this rank's own first, then a chunk of each other rank after the other,
-    as they come."""
+    as they come. ``own``: how many lie below each other in a shard."""
 
     tiles: DenseTiles
     gathering: Gathering
     shard: Any
     tile_rows: int
+    own: Any
 
     @property
     def count(self):
@@ -85,23 +87,36 @@ class GatherTiles:
 
     def tile(self, index) -> GatherTile:
         g, found = self.gathering, self.tiles.tile(index)
-        number, own = found.row // self.tile_rows, g.rows // self.tile_rows
+        number, own = found.row // self.tile_rows, self.own
         later = cutlass.max(number - own, Int32(0))
         other = (g.rank + g.ranks - 1 - later % (g.ranks - 1)) % g.ranks
         source = Int32(select_(number < own, g.rank, other))
         within = Int32(select_(number < own, number, later // (g.ranks - 1))) * self.tile_rows
+        within = cutlass.min(within, g.rows - self.tile_rows)
         row = source * g.rows + within
         place = row, found.column, found.k_begin, found.k_end
         return GatherTile(*place, a_row=row, b_row=found.column, source=source, source_row=within)
 
 
 class GatherScheduler(DenseScheduler):
+    """Each rank's rows are so many whole tiles."""
+
+    def grid(self, d, multiprocessors, shard):
+        own, across = self.clusters(Shard(*shard).own.shape[0], d.shape[1])
+        ranks = d.shape[0] // Shard(*shard).own.shape[0]
+        return cutlass.min(ranks * own * across, multiprocessors)
+
     def tiles(self, d, k_blocks, rank, k_part, shard, ring=None) -> GatherTiles:
         shard = Shard(*shard)
-        found = replace(super().tiles(d, k_blocks, rank, k_part), last_row=None)
         given = shard.own, shard.data, shard.scale, shard.rank, shard.limit
         gathering = Gathering.of_launch(shard.memory, *given)
-        return GatherTiles(found, gathering, shard, self.config.tile[0])
+        own, across = self.clusters(gathering.rows, d.shape[1])
+        found = super().tiles(d, k_blocks, rank, k_part)
+        found = replace(found, last_row=None, clusters=(gathering.ranks * own, across))
+        return GatherTiles(found, gathering, shard, self.config.tile[0], own)
+
+    def clusters(self, rows, columns):
+        return clusters_of(self.config.tile, self.config.cluster, rows, columns)
 
 
 @dataclass(frozen=True)

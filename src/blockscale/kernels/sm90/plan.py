@@ -11,7 +11,7 @@ from ...dtypes import from_torch
 from ...formats import Format, get_format
 from ...memory import as_bytes
 from ..common.calls import CompiledGemm, GemmCall, check_loadable, check_matrix
-from ..common.runtime import Described
+from ..common.runtime import Described, beside_collectives
 from ..common.template import template
 from .config import BLOCK_K, choose_config, why_not
 
@@ -38,9 +38,13 @@ def below(*operands: Tensor | None) -> tuple[Tensor | None, ...]:
     return octets(*(x.flatten(0, 1) if x is not None and x.dim() == 3 else x for x in operands))
 
 
-@lru_cache(maxsize=4096)
 def plan_gemm(call: GemmCall) -> CompiledGemm:
     """The plan of a call of ``gemm``; raises as it does."""
+    return _plan(call, beside_collectives())
+
+
+@lru_cache(maxsize=4096)
+def _plan(call: GemmCall, shares_gpu: bool) -> CompiledGemm:
     a, b, m, n = call.a, call.b, call.a.data[0][0], call.b.data[0][0]
     for name, each in (("a_data", a), ("b_data", b)):
         check_matrix(name, each.data, BYTES)
@@ -62,7 +66,8 @@ def plan_gemm(call: GemmCall) -> CompiledGemm:
         return CompiledGemm(None, None, like, octets)
     check_loadable(a_data=a.data, b_data=b.data)
     config = choose_config((m, n, k), call.epilogue(n), b_block=block, gpu=gpu)
-    return CompiledGemm(config, gpu.load(config), like, octets, (None, None, gpu.multiprocessors))
+    ctas = config.shared_ctas(m, n, gpu) if shares_gpu else gpu.multiprocessors
+    return CompiledGemm(config, gpu.load(config), like, octets, (None, None, ctas))
 
 
 def check_scale(name: str, x: Described, wanted: tuple[int, ...], kind: str) -> None:

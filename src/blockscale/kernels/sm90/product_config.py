@@ -34,6 +34,8 @@ BOXES = (BOX, 64, 32)
 # Clusters down that are taken before the next ones across; as measured, more where so many are
 # across.
 GROUP, WIDE_GROUP, WIDE = 4, 8, 24
+#: CTAs one after the other on a multiprocessor, and tiles that each of them has.
+MOST_TURNS, LEAST_TILES = 4, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +213,17 @@ class ProductConfig:
     def group(self, m: int, n: int) -> int:
         """Clusters down that are taken before the next ones across."""
         return GROUP if self.clusters(m, n)[1] < WIDE else WIDE_GROUP
+
+    def shared_ctas(self, m: int, n: int, gpu: Gpu) -> int:
+        """How many CTAs to launch for an output (M, N) beside another kernel, as NCCL's, which
+        holds multiprocessors: where tiles are many, several for each, one after the other. Those
+        that find no multiprocessor free then have few tiles, and start wherever others end; of one
+        for each, the last would start when the first have ended, and the product take twice as
+        long."""
+        down, across = self.clusters(m, n)
+        at_once = max(gpu.multiprocessors // self.cluster_size, 1)
+        turns = min(max(down * across // (at_once * LEAST_TILES), 1), MOST_TURNS)
+        return gpu.multiprocessors * turns
 
     def runs_at_once(self, m: int, n: int, gpu: Gpu) -> bool:
         """Whether all clusters do, as they must where CTAs split K."""
