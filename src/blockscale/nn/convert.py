@@ -56,7 +56,8 @@ def convert(
     torch.nn.TransformerEncoder to be in ``model``.
 
     Args:
-        recipe: for all of them; None makes converted layers what they were.
+        recipe: for all of them, but for its overrides: layers that those name are converted as
+            they say, or left alone, or made what they were. None makes all what they were.
         filter_fn: ``(module, name) -> bool``, asked of every layer that can be converted; what it
             says is done. Without it output heads (by name, by ``get_output_embeddings()``, or tied
             to an embedding), routers of experts, adapters and what is named as an embedding are
@@ -74,27 +75,32 @@ def convert(
     check_filter(filter_fn)
     if recipe is None:
         return _convert_back(model, filter_fn, report)
-    check_training_recipe(recipe)
-    layers, left = survey(model, filter_fn, CONVERTED, _obstacle)
+    check_training_recipe(recipe, knows_names=True)
+    layers, left = survey(model, filter_fn, CONVERTED, _obstacle, recipe)
     if not layers:
         raise nothing_was("converted", left)
     for name, module, kind in layers:
         check_lazy(name, module)
         if kind.converted in GROUPED:
-            check_recipe_of_groups(recipe)
+            check_recipe_of_groups(recipe.of(name))
     entries = []
     for name, module, kind in layers:
+        pattern = recipe.pattern_of(name)
+        how = "" if pattern is None else f"by {recipe.of(name)}, for {pattern!r}"
         if isinstance(module, OWN):
-            entries.append(entry_of(name, module))
             module.__dict__.setdefault(_BEFORE, module.recipe)
         elif isinstance(module, kind.converted):
-            entries.append(entry_of(name, module, f"before by {module.recipe}"))
+            how = f"{how}, before by {module.recipe}".removeprefix(", ")
         else:
-            entries.append(entry_of(name, module))
             become(module, kind.converted)
             if isinstance(module, Experts):
                 module.find_activation()
-        module.recipe = recipe  # type: ignore[assignment]
+        entries.append(entry_of(name, module, how))
+        module.recipe = recipe.of(name)  # type: ignore[assignment]
+    for name, module in model.named_modules():
+        left_alone = recipe.of(name) is None and (filter_fn is None or filter_fn(module, name))
+        if left_alone and _is_converted(module) and not _is_a_subclass(module):
+            _restore(module)
     set_fast_paths(model, CONVERTED + QUANTIZED)
     publish(report_on(model, layers, entries, left), report)
     return model
@@ -113,6 +119,11 @@ def _is_converted(module: torch.nn.Module) -> bool:
     return _BEFORE in module.__dict__ if isinstance(module, OWN) else isinstance(module, CONVERTED)
 
 
+def _is_a_subclass(module: torch.nn.Module) -> bool:
+    """Whether its class, which is not ours, was made of a converted layer: it never was another."""
+    return not isinstance(module, OWN) and issubclass(original(module), CONVERTED)
+
+
 def _convert_back(
     model: torch.nn.Module, filter_fn: FilterFn | None, report: ConversionReport | None
 ) -> torch.nn.Module:
@@ -126,7 +137,7 @@ def _convert_back(
             why = _QUANTIZED
         elif not _is_converted(module):
             continue
-        elif not isinstance(module, OWN) and issubclass(original(module), CONVERTED):
+        elif _is_a_subclass(module):
             why = "a subclass of a layer of blockscale"
         elif filter_fn is not None and not filter_fn(module, name):
             why = "refused by filter_fn"
@@ -142,13 +153,18 @@ def _convert_back(
             "converted back" + (f". Left alone: {reasons(left)}" if left else "")
         )
     for module in layers:
-        if isinstance(module, OWN):
-            module.recipe = module.__dict__.pop(_BEFORE)
-        else:
-            restore(module)
-            del module.recipe
-            forget_activation(module)
+        _restore(module)
     set_fast_paths(model, CONVERTED + QUANTIZED)
     counts = product_parameters(layers), product_parameters(layers + others)
     publish(ConversionReport(entries, left, *counts), report, complain=False)
     return model
+
+
+def _restore(module: torch.nn.Module) -> None:
+    """Make a converted layer what it was."""
+    if isinstance(module, OWN):
+        module.recipe = module.__dict__.pop(_BEFORE)
+        return
+    restore(module)
+    del module.recipe
+    forget_activation(module)

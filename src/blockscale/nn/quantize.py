@@ -54,7 +54,8 @@ def quantize_(
 
     Args:
         recipe: formats of weights and activations; ``activations="bfloat16"`` leaves activations
-            as they are. Its other fields are for training, but for ``scale_rounding``.
+            as they are. Its other fields are for training, but for ``scale_rounding`` and
+            ``overrides``, of which None leaves a layer in high precision.
         filter_fn, report: as of :func:`blockscale.convert`, with the same layers left alone by
             default.
 
@@ -65,35 +66,39 @@ def quantize_(
     """
     check_model(model)
     check_filter(filter_fn)
-    check_recipe(recipe)
-    if "fprop" in recipe.high_precision:
-        raise ValueError(
-            f"recipe: {recipe} leaves fprop in high precision, there is nothing to quantize; pass "
-            "activations='bfloat16' for quantized weights alone"
-        )
-    layers, left = survey(model, filter_fn, CONVERTED + QUANTIZED, _obstacle)
+    check_recipe(recipe, knows_names=True)
+    layers, left = survey(model, filter_fn, CONVERTED + QUANTIZED, _obstacle, recipe)
     if not layers:
         raise nothing_was("quantized", left)
+    recipes = {layer.name: _recipe_of(layer, recipe) for layer in layers}
     for layer in layers:
-        _check(layer, recipe)
-    entries = [entry_of(name, module) for name, module, _ in layers]
-    shared = Counter(map(_key, layers))
+        _check(layer, recipes[layer.name])
+    _check_left(model, recipe)
+    entries = [
+        entry_of(
+            name, module, f"by {recipes[name]}, for {pattern!r}" if pattern is not None else ""
+        )
+        for name, module, _ in layers
+        for pattern in [recipe.pattern_of(name)]
+    ]
+    keys = [(*_key(layer), recipes[layer.name]) for layer in layers]
+    shared = Counter(keys)
     made: dict[Any, tuple[Tensor, torch.nn.Parameter]] = {}  # with masters, which keep their ids
-    for layer in layers:
-        module, kind, key = layer.module, layer.kind, _key(layer)
+    for layer, key in zip(layers, keys, strict=True):
+        module, kind, its = layer.module, layer.kind, recipes[layer.name]
         master = module._parameters["weight"]
         assert master is not None
         if key in made:
             _, weight = made[key]
         else:
-            weight = _quantized(master, recipe, kind)
+            weight = _quantized(master, its, kind)
             if shared[key] > 1:
                 made[key] = master, weight
         module.weight = weight
         if not isinstance(module, QUANTIZED):
             assert kind.quantized is not None
             become(module, kind.quantized)
-        module.recipe = recipe  # type: ignore[assignment]
+        module.recipe = its  # type: ignore[assignment]
         module._place()  # type: ignore[operator]
     set_fast_paths(model, CONVERTED + QUANTIZED)
     publish(report_on(model, layers, entries, left), report)
@@ -118,6 +123,27 @@ def _obstacle(kind: Kind, module: torch.nn.Module) -> str:
     return ""
 
 
+def _recipe_of(layer: Layer, recipe: Recipe) -> Recipe:
+    found = recipe.of(layer.name)
+    assert found is not None
+    if "fprop" in found.high_precision:
+        raise ValueError(
+            f"recipe: {found} leaves fprop in high precision, there is nothing to quantize; pass "
+            "activations='bfloat16' for quantized weights alone"
+        )
+    return found
+
+
+def _check_left(model: torch.nn.Module, recipe: Recipe) -> None:
+    """ValueError of a layer that stays in high precision, and is quantized."""
+    for name, module in model.named_modules():
+        if isinstance(module, QUANTIZED) and recipe.of(name) is None:
+            raise ValueError(
+                f"recipe: leaves {name} in high precision, for {recipe.pattern_of(name)!r}, whose "
+                "weight is quantized already; take the model as it was before"
+            )
+
+
 def _check(layer: Layer, recipe: Recipe) -> None:
     check_lazy(layer.name, layer.module)
     weight = layer.module.weight
@@ -128,7 +154,7 @@ def _check(layer: Layer, recipe: Recipe) -> None:
 
 
 def _key(layer: Layer) -> tuple[int, int]:
-    """Equal where layers share their quantized weight."""
+    """Equal where layers share their quantized weight, if their recipes are the same."""
     return id(layer.module._parameters["weight"]), _axis(layer.kind)
 
 

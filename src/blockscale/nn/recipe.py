@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from fnmatch import fnmatchcase
+from typing import Any
 
 from ..checks import choose
 from ..formats import FP8_BLOCK, Format, formats, get_format
@@ -33,10 +36,19 @@ class Recipe:
             are: weight-only.
         scale_rounding: of every block scale; None is each format's default (``rceil`` for E8M0).
         high_precision: products (``fprop``, ``dgrad``, ``wgrad``) that are not quantized.
+        overrides: names of layers, in which ``*`` stands for anything, and their recipes; None
+            leaves such layers as they are. The first pattern that matches counts. For
+            :func:`blockscale.convert` and :func:`blockscale.quantize_`, which know names.
+
+    >>> first = {"model.layers.0.*": None, "*.down_proj": bs.Recipe("mxfp8")}
+    >>> recipe = bs.Recipe("nvfp4", overrides=first)
+    >>> recipe.of("model.layers.7.mlp.down_proj")
+    Recipe('mxfp8')
 
     The default is MXFP8 with E4M3 everywhere and scales rounded up, which trains as BF16 does
-    (arXiv 2506.08027). Raises ValueError for unknown names and for formats whose blocks do not fit,
-    TypeError where ``high_precision`` is no tuple or list.
+    (arXiv 2506.08027). Raises ValueError for unknown names, for formats whose blocks do not fit and
+    for an override that has overrides; TypeError where ``high_precision`` is no tuple or list, and
+    ``overrides`` no mapping of names to recipes.
     """
 
     format: str = "mxfp8"
@@ -45,6 +57,8 @@ class Recipe:
     gradients: str | None = None
     scale_rounding: str | None = None
     high_precision: tuple[str, ...] = ()
+    #: Kept as pairs, so that recipes can be keys.
+    overrides: Mapping[str, Recipe | None] | tuple[tuple[str, Recipe | None], ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.format, Format):
@@ -82,20 +96,81 @@ class Recipe:
         object.__setattr__(self, "high_precision", tuple(self.high_precision))
         for product in self.high_precision:
             choose("high_precision", product, dict.fromkeys(PRODUCTS))
+        object.__setattr__(self, "overrides", _pairs(self.overrides))
 
-    def __repr__(self) -> str:
+    def _given(self) -> dict[str, Any]:
+        """The format, and the other fields that are no defaults."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         if (self.format, self.weights) == _FP8_PAIR:
             values |= {"format": FP8_BLOCK, "weights": None}
-        changed = [
-            f"{f.name}={values[f.name]!r}" for f in fields(self)[1:] if values[f.name] != f.default
-        ]
-        return f"Recipe({', '.join([repr(values['format']), *changed])})"
+        values["overrides"] = dict(self._overrides) or ()
+        others = {f.name: values[f.name] for f in fields(self)[1:] if values[f.name] != f.default}
+        return {"format": values["format"], **others}
+
+    def __repr__(self) -> str:
+        format, *others = self._given().items()
+        return f"Recipe({', '.join([repr(format[1]), *(f'{k}={v!r}' for k, v in others)])})"
 
     @property
     def weight_only(self) -> bool:
         """Whether activations are not quantized."""
         return self.activations == _AS_THEY_ARE
+
+    def pattern_of(self, name: str) -> str | None:
+        """The override's that a layer of this name has; None: it has none."""
+        return next((p for p, _ in self._overrides if fnmatchcase(name, p)), None)
+
+    def of(self, name: str) -> Recipe | None:
+        """The recipe of a layer of this name, without overrides; None of one that is left alone."""
+        pattern = self.pattern_of(name)
+        if pattern is not None:
+            return dict(self._overrides)[pattern]
+        return replace(self, overrides=()) if self.overrides else self
+
+    @property
+    def _overrides(self) -> tuple[tuple[str, Recipe | None], ...]:
+        assert isinstance(self.overrides, tuple)
+        return self.overrides
+
+    def to_dict(self) -> dict[str, Any]:
+        """What JSON can hold, of what is not the default: :meth:`from_dict` makes the recipe again.
+
+        >>> bs.Recipe("mxfp8", high_precision=("wgrad",)).to_dict()
+        {'format': 'mxfp8', 'high_precision': ['wgrad']}
+        """
+        values = self._given()
+        if isinstance(self.format, Format):
+            values["format"] = self.format.name
+        if self.high_precision:
+            values["high_precision"] = list(self.high_precision)
+        if self.overrides:
+            values["overrides"] = {
+                pattern: None if recipe is None else recipe.to_dict()
+                for pattern, recipe in self._overrides
+            }
+        return values
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Recipe:
+        """The recipe that :meth:`to_dict` gave.
+
+        >>> bs.Recipe.from_dict({"format": "fp8_block"})
+        Recipe('fp8_block')
+
+        Raises TypeError for what is no mapping, ValueError for fields that a recipe does not have.
+        """
+        if not isinstance(values, Mapping):
+            raise TypeError(f"values: got {type(values).__name__}; expected what to_dict() gives")
+        known = [f.name for f in fields(cls)]
+        for name in values:
+            choose("values", name, dict.fromkeys(known))
+        given = dict(values)
+        if isinstance(given.get("overrides"), Mapping):
+            given["overrides"] = {
+                pattern: cls.from_dict(each) if isinstance(each, Mapping) else each
+                for pattern, each in given["overrides"].items()
+            }
+        return cls(**given)
 
     def format_of(self, role: str) -> Format:
         """The format of ``activations``, ``weights`` or ``gradients``.
@@ -113,14 +188,40 @@ class Recipe:
         return get_format(given, role, [_AS_THEY_ARE] if role == "activations" else [])
 
 
-def check_recipe(recipe: object) -> None:
-    """TypeError unless it is a recipe."""
+def _pairs(overrides: Any) -> tuple[tuple[str, Recipe | None], ...]:
+    """Patterns and recipes, checked."""
+    try:
+        found = dict(overrides)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"overrides: got {type(overrides).__name__}; expected a dict of names of layers and "
+            "recipes, as {'*.down_proj': blockscale.Recipe('mxfp8')}"
+        ) from None
+    for pattern, recipe in found.items():
+        if not isinstance(pattern, str) or not pattern:
+            raise TypeError(f"overrides: got the name {pattern!r}; expected a string")
+        if recipe is not None:
+            check_recipe(recipe, f"overrides[{pattern!r}]")
+    return tuple(found.items())
+
+
+def check_recipe(recipe: object, name: str = "recipe", *, knows_names: bool = False) -> None:
+    """TypeError unless argument ``name`` is a recipe; ValueError of one with overrides, unless
+    whoever takes it knows names of layers."""
     if not isinstance(recipe, Recipe):
-        raise TypeError(f"recipe: got {type(recipe).__name__}; expected blockscale.Recipe(...)")
+        raise TypeError(f"{name}: got {type(recipe).__name__}; expected blockscale.Recipe(...)")
+    if recipe.overrides and not knows_names:
+        raise ValueError(
+            f"{name}: has overrides, which are of names of layers; pass it to blockscale.convert "
+            "or blockscale.quantize_, or recipe.of(name) here"
+        )
 
 
-def check_training_recipe(recipe: Recipe) -> None:
+def check_training_recipe(recipe: Recipe, *, knows_names: bool = False) -> None:
     """As :func:`check_recipe`, and ValueError where not every operand has a format."""
-    check_recipe(recipe)
+    check_recipe(recipe, knows_names=knows_names)
+    for _, override in recipe._overrides:
+        if override is not None:
+            check_training_recipe(override)
     for role in _ROLES:
         recipe.format_of(role)

@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from .exclude import default_exclusions
 from .kinds import Kind, kind_of, unknown
 from .parametrized import parameters_of
+from .recipe import Recipe
 from .report import ConversionReport, Entry, grouped, matrices
 
 __all__ = [
@@ -30,7 +31,7 @@ __all__ = [
     "weights_of",
 ]
 
-_REASONS = 5  # in a message
+_REASONS, _NAMES = 5, 3  # in a message
 
 FilterFn = Callable[[torch.nn.Module, str], bool]
 
@@ -48,6 +49,7 @@ def survey(
     filter_fn: FilterFn | None,
     done: tuple[type, ...],
     obstacle: Callable[[Kind, torch.nn.Module], str],
+    recipe: Recipe,
 ) -> tuple[list[Layer], list[Entry]]:
     """Layers to be changed, and modules with matrices of their own that stay, and why.
 
@@ -55,6 +57,9 @@ def survey(
         filter_fn: see :func:`convert`.
         done: types of layers that defaults do not exclude, as they were changed before.
         obstacle: why a layer of a kind cannot be changed; "" if it can.
+        recipe: layers that it has an override for are not excluded by defaults, either.
+
+    Raises ValueError for an override that no layer has.
     """
     why_not = default_exclusions(model)
     attention = [m for m in model.modules() if isinstance(m, torch.nn.MultiheadAttention)]
@@ -70,15 +75,35 @@ def survey(
             why = kind
         else:
             why = obstacle(kind, module)
+            pattern = recipe.pattern_of(name)
             if not why and filter_fn is not None:
                 why = "" if filter_fn(module, name) else "refused by filter_fn"
-            elif not why and not isinstance(module, done):
+            elif not why and pattern is None and not isinstance(module, done):
                 why = why_not(module, name)
+            if not why and recipe.of(name) is None:
+                why = f"left alone by the recipe, for {pattern!r}"
             if not why:
                 layers.append(Layer(name, module, kind))
                 continue
         left.append(entry_of(name, module, why))
+    _check_overrides(recipe, layers, left)
     return layers, left
+
+
+def _check_overrides(recipe: Recipe, layers: list[Layer], left: list[Entry]) -> None:
+    """ValueError for a pattern that says nothing of any layer."""
+    used = {recipe.pattern_of(layer.name) for layer in layers}
+    for pattern, override in dict(recipe.overrides).items():
+        stay = [entry for entry in left if recipe.pattern_of(entry.name) == pattern]
+        if pattern in used or (override is None and stay):
+            continue
+        why = f"those that it matches stay: {reasons(stay)}" if stay else "it matches none"
+        names = ", ".join(repr(layer.name) for layer in layers[:_NAMES]) or "none"
+        raise ValueError(
+            f"recipe: override {pattern!r} is of no layer that can be changed, {why}. Such layers "
+            f"are {names}{', ...' if len(layers) > _NAMES else ''}; the first pattern that matches "
+            "a layer's name counts"
+        )
 
 
 def weights_of(module: torch.nn.Module) -> list[torch.nn.Parameter]:
