@@ -10,6 +10,7 @@ import blockscale.distributed
 import blockscale.nn.gathered_ops
 from blockscale.formats import formats
 from blockscale.layouts import as_bytes
+from blockscale.seed import numbers_of
 
 OPS = torch.ops.blockscale
 NAMES = ["mxfp8", "nvfp4", "fp8_128x128"]
@@ -59,7 +60,8 @@ def test_opcheck_quantize_other_arguments(backend):
     torch.library.opcheck(OPS.quantize.default, args)
     args = (x, "mxfp8", -2, "floor", "te", "compact", None, i32(40, 90))
     torch.library.opcheck(OPS.quantize.default, args)
-    args = (matrix(3, 5, 40), "mxfp4", -1, "rceil", "te", "compact", None, None, 7)
+    seed = [*numbers_of(7, (3, 5, 40))]
+    args = (matrix(3, 5, 40), "mxfp4", -1, "rceil", "te", "compact", None, None, seed)
     torch.library.opcheck(OPS.quantize.default, args)
     args = (matrix(40), "mxfp8", -1, "rceil", "te", "compact")
     torch.library.opcheck(OPS.quantize.default, args)
@@ -73,7 +75,8 @@ def test_opcheck_quantize_both(backend, name):
         args = (matrix(256, 128), name, fmt.scale.roundings[0], "te", layout, "compact", scalar)
         torch.library.opcheck(OPS.quantize_both.default, args)
     if fmt.block[0] == 1 and fmt.element.bits == 8:
-        args = (matrix(96, 128), name, "rceil", "te", layout, "compact", None, i32(40, 90), 7)
+        seed, ends = [*numbers_of(7, (96, 128))], i32(40, 90)
+        args = (matrix(96, 128), name, "rceil", "te", layout, "compact", None, ends, seed)
         torch.library.opcheck(OPS.quantize_both.default, args)
 
 

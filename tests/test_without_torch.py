@@ -82,7 +82,8 @@ data, scale, none = np.empty(64, np.uint8), np.empty(2, np.uint8), np.empty(0, n
 items = x.view(np.int32)
 scratch = encoding.make_scratch(items, grid, constants, False)
 compiled.quantize_tiles(
-    items, data, scale, none, grid, constants, 0x3F800000, none, None, scratch, 0, grid.tiles)
+    items, data, scale, none, grid, constants, 0x3F800000, none, None, (0, 0, 0), scratch, 0,
+    grid.tiles)
 assert scale.tolist() == [124, 125], scale  # 31 / 448 and 63 / 448, rounded up to powers of two
 """
 

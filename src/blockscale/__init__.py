@@ -21,6 +21,7 @@ from .nn import Recipe, autocast, convert, quantize_, reuse_weights
 from .ops import FallbackWarning
 from .quantize import quantize, quantize_both
 from .routing import Routing, combine, route
+from .seed import Seed
 from .tensor import ScaledTensor
 from .warm import warm
 
@@ -35,6 +36,7 @@ __all__ = [
     "Recipe",
     "Routing",
     "ScaledTensor",
+    "Seed",
     "autocast",
     "checkpoint",
     "combine",

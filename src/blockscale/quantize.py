@@ -9,6 +9,7 @@ from .checks import check_axis
 from .formats import Format
 from .layouts import Layout
 from .quantize_checks import Arguments, Call, check, resolve_global_scale
+from .seed import Seed, numbers_of
 from .tensor import ScaledTensor
 
 __all__ = ["quantize", "quantize_both", "wrap"]
@@ -28,7 +29,7 @@ def quantize(
     pad: bool = False,
     offsets: Tensor | None = None,
     gather: Tensor | None = None,
-    seed: int | None = None,
+    seed: int | Seed | None = None,
     k_major: bool = False,
     backend: str = "auto",
 ) -> ScaledTensor:
@@ -64,7 +65,8 @@ def quantize(
             :attr:`blockscale.Routing.tokens` names them, from one read of these; a default global
             scale is that of all of ``x``. On a GPU a number that no row of ``x`` has makes a row of
             NaN.
-        seed: round elements stochastically with this seed instead of to nearest even.
+        seed: round elements stochastically with this seed instead of to nearest even: an int, or a
+            :class:`Seed` of a step, and of ranks that have parts of a tensor.
         k_major: store 8-bit columns (``axis=-2``) with the contraction contiguous, as Hopper's FP8
             tensor cores read them: ``qdata`` is then the ``mT`` of a contiguous tensor, each of
             whose rows starts at a multiple of 32 bytes. Values and scales are the same. Rows, and
@@ -89,6 +91,7 @@ def quantize(
     call = check(x, asked, offsets, seed, gather)
     scalar = resolve_global_scale(global_scale, x, call.format, backend, per_matrix=True)
     source = x.detach() if x.requires_grad else x
+    numbers = None if seed is None else list(numbers_of(seed, _rows_of(x, gather).shape))
     data, scale = ops.quantize(
         source,
         call.format.name,
@@ -98,7 +101,7 @@ def quantize(
         call.layouts[0].name,
         scalar,
         offsets,
-        seed,
+        numbers,
         backend,
         k_major,
         gather,
@@ -117,7 +120,7 @@ def quantize_both(
     pad: bool = False,
     offsets: Tensor | None = None,
     gather: Tensor | None = None,
-    seed: int | None = None,
+    seed: int | Seed | None = None,
     k_major: bool = False,
     backend: str = "auto",
 ) -> tuple[ScaledTensor, ScaledTensor]:
@@ -139,6 +142,7 @@ def quantize_both(
     call = check(x, asked, offsets, seed, gather)
     scalar = resolve_global_scale(global_scale, x, call.format, backend, per_matrix=True)
     source = x.detach() if x.requires_grad else x
+    numbers = None if seed is None else list(numbers_of(seed, _rows_of(x, gather).shape))
     row, row_scale, column, column_scale = ops.quantize_both(
         source,
         call.format.name,
@@ -148,7 +152,7 @@ def quantize_both(
         call.layouts[1].name,
         scalar,
         offsets,
-        seed,
+        numbers,
         backend,
         k_major,
         gather,

@@ -12,6 +12,7 @@ from .checks import check_flag, choose
 from .formats import NONFINITE, Format, get_format
 from .layouts import Layout, get_layout, layouts
 from .remember import remembered
+from .seed import Seed
 from .stored import is_per_matrix
 from .tensor import ScaledTensor
 from .tensor_checks import DTYPES, check_gather, check_is_tensor, check_offsets
@@ -59,16 +60,19 @@ def check(
     x: Tensor,
     request: Arguments,
     offsets: Tensor | None = None,
-    seed: int | None = None,
+    seed: int | Seed | None = None,
     gather: Tensor | None = None,
 ) -> Call:
     """All checks but that of the global scale; those of names and shapes are remembered."""
-    if seed is not None and (
+    if not isinstance(seed, Seed | None) and (
         not isinstance(seed, _SEEDS)
         or isinstance(seed, bool)
         or (isinstance(seed, int) and not -(2**63) <= seed < 2**63)
     ):
-        raise ValueError(f"seed: got {seed!r}; expected a 64-bit int, or None for nearest even")
+        raise ValueError(
+            f"seed: got {seed!r}; expected a 64-bit int, a blockscale.Seed, or None for nearest "
+            "even"
+        )
     check_flag("pad", request.pad)  # here: to a cache True is 1
     check_flag("k_major", request.k_major)
     check_tensor(x)

@@ -15,6 +15,7 @@ from ..kernels.cpu import calls as cpu
 from ..kernels.quantizers import calls as quantizers
 from ..layouts import get_layout, swizzle_scale
 from ..memory import as_bytes, joined
+from ..seed import Numbers
 from ..stored import is_per_matrix
 from . import fakes
 from .backends import fall_back, require_cpu_kernels
@@ -35,7 +36,7 @@ def quantize(
     layout: str,
     global_scale: Tensor | None = None,
     offsets: Tensor | None = None,
-    seed: int | None = None,
+    seed: list[int] | None = None,
     backend: str = "auto",
     k_major: bool = False,
     gather: Tensor | None = None,
@@ -43,7 +44,8 @@ def quantize(
     """Data and scales of ``x``, scales in ``layout``; see reference.quantize.
 
     With ``gather``, of rows of ``x``. With ``offsets``, axis -2 has blocks that start anew in each
-    group, axis -1 scales that ``layouts.Grouped`` places, in layouts that spread them.
+    group, axis -1 scales that ``layouts.Grouped`` places, in layouts that spread them. ``seed``:
+    :class:`blockscale.seed.Numbers`, rounds stochastically.
     """
     if axis == -1 and not get_layout(layout).spreads:
         offsets = None  # groups of rows move no scale
@@ -65,7 +67,7 @@ def quantize(
         nonfinite=nonfinite,
         global_scale=global_scale,
         offsets=offsets if axis == -2 else None,
-        seed=seed,
+        seed=None if seed is None else Numbers(*seed),
         k_major=k_major,
     )
     of_rows = offsets if axis == -1 else None
@@ -82,7 +84,7 @@ def quantize_both(
     column_layout: str,
     global_scale: Tensor | None = None,
     offsets: Tensor | None = None,
-    seed: int | None = None,
+    seed: list[int] | None = None,
     backend: str = "auto",
     k_major: bool = False,
     gather: Tensor | None = None,
@@ -132,7 +134,7 @@ def _by_kernel(
     asked: quantizers.Request,
     global_scale: Tensor | None,
     offsets: Tensor | None,
-    seed: int | None,
+    seed: list[int] | None,
     gather: Tensor | None,
 ) -> Sequence[Pair]:
     """What a kernel makes of ``x``, on a CPU along one axis; Unsupported where there is none."""
@@ -159,7 +161,7 @@ def _by_kernel(
             scale_rounding=asked.scale_rounding,
             nonfinite=asked.nonfinite,
             global_scale=global_scale,
-            seed=seed,
+            seed=None if seed is None else Numbers(*seed),
         )
         turned = fmt.turned(axes[0], asked.k_major)
         if turned and data.stride(-2) != 1:
@@ -183,7 +185,7 @@ def _by_kernel(
 
 
 def _one_by_one(
-    x: Tensor, asked: quantizers.Request, global_scale: Tensor, seed: int | None
+    x: Tensor, asked: quantizers.Request, global_scale: Tensor, seed: list[int] | None
 ) -> list[Pair]:
     """Matrices of a batch, each with its own global scale."""
     if seed is not None:

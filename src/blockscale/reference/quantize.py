@@ -22,6 +22,7 @@ from ..rounding import (
     random_bits,
     unpack,
 )
+from ..seed import Numbers
 
 __all__ = ["apart_position", "dequantize", "global_scale", "quantize"]
 
@@ -35,7 +36,7 @@ def quantize(
     nonfinite: str = "propagate",
     global_scale: Tensor | None = None,
     offsets: Tensor | None = None,
-    seed: int | None = None,
+    seed: Numbers | None = None,
     k_major: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Data and compact scales of ``x`` (..., M, K), blocked along ``axis`` (-1 or -2).

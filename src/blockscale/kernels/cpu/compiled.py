@@ -14,11 +14,12 @@ _cached = jit.cached([*_sources, Path(jit.__file__)])
 
 @_cached
 def quantize_tiles(
-    x, data, scale8, scale32, geometry, spec, encode_scale, table, seed, scratch, first, last
+    x, data, scale8, scale32, geometry, spec, encode_scale, table, seed, place, scratch, first, last
 ):
     encoding.quantize_tiles(
-        x, data, scale8, scale32, geometry, spec, encode_scale, table, seed, scratch, first, last
-    )
+        x, data, scale8, scale32, geometry, spec, encode_scale, table, seed, place, scratch, first,
+        last,
+    )  # fmt: skip
 
 
 @_cached

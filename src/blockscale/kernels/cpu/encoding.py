@@ -166,9 +166,9 @@ def _spread(blocks, size, columns):
             fill16(columns, i, blocks[b])
 
 
-# How a row and how a number are rounded is said by the type of the seed, None or an integer: what
-# is not asked for is not compiled. ``random`` is the seed, the index of a strip's first element,
-# how far rows are apart, and room for random bits.
+# How a row and how a number are rounded is said by the type of the seed, None or its value and
+# step: what is not asked for is not compiled. ``random`` is the seed, the index of a strip's first
+# element, how far rows are apart, and room for random bits.
 
 
 def _encode_row(row, reciprocal, out, spec, random, r):
@@ -332,14 +332,15 @@ def make_scratch(x: np.ndarray, geometry: Geometry, spec: Spec, stochastically: 
 
 @spliced
 def quantize_tiles(
-    x, data, scale8, scale32, geometry, spec, encode_scale, table, seed, scratch, first, last
+    x, data, scale8, scale32, geometry, spec, encode_scale, table, seed, place, scratch, first, last
 ):
     """Quantize tiles ``first`` to ``last`` of a tensor.
 
     ``x`` (uint16, int16 or int32), ``data`` (uint8) and one of ``scale8`` (uint8) and ``scale32``
     (int32) are flat and contiguous in memory; the other scale is empty. ``table`` and
     ``encode_scale`` come from :func:`ue4m3_reciprocals`, ``scratch`` from :func:`make_scratch`.
-    Elements are rounded to nearest where ``seed`` is None, else stochastically.
+    Elements are rounded to nearest where ``seed`` is None, else stochastically; ``place``: the
+    index of the first one, and how far rows and matrices are apart, as in ``seed.Numbers``.
     """
     g = geometry
     largest = np.int32(_LARGE_STOCHASTIC if scratch.noise.size else _LARGE)
@@ -368,8 +369,8 @@ def quantize_tiles(
             if spec.bits < 8:
                 to = (strip - first_strip) * height * width
                 target = scratch.codes, to, width, out_rows, out_columns
-            index = (lead * g.rows + top) * g.columns + left
-            random = seed, index, g.columns, scratch.noise
+            index = place[0] + lead * place[2] + top * place[1] + left
+            random = seed, index, place[1], scratch.noise
 
             _amax(source, height, size, scratch.column_amax[:n], scratch.amax[:blocks])
             found_inexact = _scales(

@@ -21,15 +21,15 @@ _SIGN = np.int32(-0x80000000)
 
 @compiled
 def draw(seed, first, n, out):
-    """Random bits (int32) of elements ``first`` to ``first + n``.
+    """Random bits (int32) of elements ``first`` to ``first + n``; ``seed``: its value and step.
 
     Returns where in ``out``, which has room for ``n + ROOM``, they begin.
     """
     counter = first >> 2
     for i in range((first - 4 * counter + n + 3) >> 2):
         c0, c1 = (counter + i) & _MASK, (counter + i) >> 32
-        c2, c3 = np.int64(0), np.int64(0)
-        k0, k1 = seed & _MASK, (seed >> 32) & _MASK
+        c2, c3 = seed[1] & _MASK, (seed[1] >> 32) & _MASK
+        k0, k1 = seed[0] & _MASK, (seed[0] >> 32) & _MASK
         for _ in range(10):  # int64 products wrap, which leaves their 64 bits as they should be
             p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
             c0 = ((p1 >> 32) & _MASK) ^ c1 ^ k0

@@ -1,0 +1,95 @@
+"""What decides which elements are rounded up: a seed, a step, and where a tensor lies in a whole
+one. Rounding is a function of these and of an element's index in the whole, nothing else, so that
+threads, tiles and ranks change no bit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+__all__ = ["Numbers", "Seed", "numbers_of"]
+
+
+_LIMIT = 2**63
+
+
+class Numbers(NamedTuple):
+    """A seed as loops take it. The elements of the ``r``-th row of the ``m``-th matrix have indices
+    from ``first + m * matrix + r * row`` on."""
+
+    value: int
+    step: int
+    first: int
+    row: int
+    matrix: int
+
+
+@dataclass(frozen=True)
+class Seed:
+    """Of stochastic rounding: the same elements are rounded up on every machine, by any number of
+    threads, and on ranks that have parts of a tensor as if one had all of it.
+
+    >>> x = torch.randn(256, 128)
+    >>> whole = bs.quantize(x, seed=bs.Seed(7, step=3))
+    >>> part = bs.quantize(x[128:], seed=bs.Seed(7, step=3, origin=(128, 0), shape=x.shape))
+    >>> torch.equal(part.qdata.view(torch.uint8), whole.qdata[128:].view(torch.uint8))
+    True
+
+    Args:
+        value: 64 bits; a number of its own for each tensor that is rounded in a step.
+        step: 64 bits; another one rounds otherwise. ``Seed(7)`` is ``seed=7``.
+        origin, shape: of a part: the index of its first element in the whole tensor, and the shape
+            of that. A part of a batch may begin and end anywhere along the first dimension, and
+            along the last two.
+
+    Raises ValueError for numbers of more than 64 bits and for one of ``origin`` and ``shape``
+    without the other. Source: Philox4x32-10 (Salmon et al., SC 2011), whose counter is an element's
+    index / 4 and the step, and whose key is the value.
+    """
+
+    value: int
+    step: int = 0
+    origin: Sequence[int] = ()
+    shape: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("value", "step"):
+            given = getattr(self, name)
+            if type(given) is not int or not -_LIMIT <= given < _LIMIT:
+                raise ValueError(f"seed: has {name}={given!r}; expected a 64-bit int")
+        object.__setattr__(self, "origin", tuple(self.origin))
+        object.__setattr__(self, "shape", tuple(self.shape))
+        if len(self.origin) != len(self.shape):
+            raise ValueError(
+                f"seed: got origin={self.origin} and shape={self.shape}; expected an index in the "
+                "whole tensor and the shape of that, or neither"
+            )
+
+    def numbers(self, shape: Sequence[int]) -> Numbers:
+        """Of a tensor of ``shape``; ValueError where that is no such part of the whole one."""
+        own = tuple(shape)
+        whole, origin = self.shape or own, self.origin or (0,) * len(own)
+        if len(whole) != len(own) or any(
+            not 0 <= begin <= begin + size <= end
+            for begin, size, end in zip(origin, own, whole, strict=True)
+        ):
+            raise ValueError(
+                f"seed: origin {origin} and shape {whole} leave no room for x, which is {own}"
+            )
+        if own[1:-2] != whole[1:-2]:
+            raise ValueError(
+                f"seed: x {own} is a part of {whole} along other dimensions than the first and the "
+                "last two; quantize it in parts, or reshape both"
+            )
+        row = whole[-1] if own else 1
+        first = sum(at * math.prod(whole[d + 1 :]) for d, at in enumerate(origin))
+        return Numbers(self.value, self.step, first, row, math.prod(whole[-2:]))
+
+
+def numbers_of(seed: int | Seed, shape: Sequence[int]) -> Numbers:
+    """Of a tensor of ``shape``; an int is the seed of a whole one."""
+    if isinstance(seed, Seed):
+        return seed.numbers(shape)
+    return Numbers(seed, 0, 0, shape[-1] if len(shape) else 1, math.prod(shape[-2:]))
