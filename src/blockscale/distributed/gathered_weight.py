@@ -21,6 +21,7 @@ from .collectives import as_rows
 from .dtensor_parameters import dtensor_like
 from .quantizer import Quantizer, warn_of_cut_blocks
 from .ranks import check_alike
+from .shard_ops import received_shards
 from .tensor_parallel import ParallelLinear
 from .weight_state import Gathered, WeightState
 
@@ -241,7 +242,8 @@ class GatheredWeight(Tensor):
         else:
             data, scale = all_gather_outputs
             written = self.state.writes.count
-            gathered = Gathered(q, data, scale, size, self.state, param_dtype, group, written)
+            like = next(received_shards(q, data, scale))  # q itself would stay in memory
+            gathered = Gathered(like, data, scale, size, self.state, param_dtype, group, written)
             state = WeightState(self.quantizer, self.state.name, gathered=gathered)
         if out is None:
             if state.master is not None:
