@@ -119,7 +119,10 @@ class GatheredWeight(Tensor):
         return GatheredWeight(WeightState(quantizer, "", handle=inner["handle"]), like)
 
     def _stable_hash_for_caching(self) -> str:
-        return repr(self.__tensor_flatten__())
+        """All that a graph depends on: torch runs the one that it has cached for a weight for each
+        other one that has the same here, in later processes, too."""
+        seen = self.shape, self.stride(), self.dtype, self.device, self.requires_grad
+        return repr((self.__tensor_flatten__(), *seen))
 
     @property
     def data(self) -> Tensor:
@@ -157,7 +160,7 @@ class GatheredWeight(Tensor):
         for a weight, to know a graph that they have cached."""
         (inner,), _ = self.__tensor_flatten__()
         if isinstance(getattr(self, inner), FakeTensor):
-            return str, (f"{self._stable_hash_for_caching()} {tuple(self.shape)} {self.dtype}",)
+            return str, (self._stable_hash_for_caching(),)
         return self.state.values.__reduce_ex__(protocol)
 
     @classmethod
