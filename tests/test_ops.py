@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._inductor.utils import fresh_cache
 
 import blockscale as bs
 import blockscale.distributed
@@ -338,6 +339,24 @@ def test_inductor_takes_and_returns_scaled_tensors(name, layout):
         )  # fmt: skip
 
     assert same(compiled(step, dynamic=False, backend="inductor")(q), step(q))
+
+
+def test_cached_graphs_are_of_like_tensors():
+    """Of other shapes and strides torch runs no graph that it has on disk."""
+    each = [
+        bs.quantize(matrix(n, 128), axis=-2, k_major=k)
+        for n, k in ((64, False), (128, False), (64, True))
+    ]
+
+    def step(q):
+        return q.dequantize() * 2
+
+    with torch._inductor.config.patch(force_disable_caches=False), fresh_cache():
+        for q in each:
+            torch.compiler.reset()
+            assert same(compiled(step, dynamic=False, backend="inductor")(q), step(q))
+    frozen, trained = (torch.nn.Parameter(each[0], requires_grad=on) for on in (False, True))
+    assert frozen._stable_hash_for_caching() != trained._stable_hash_for_caching()
 
 
 def test_inductor_end_to_end():

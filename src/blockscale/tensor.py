@@ -314,7 +314,9 @@ class ScaledTensor(torch.Tensor):
         return ScaledTensor(**{**parts, **meta}, shape=shape)
 
     def _stable_hash_for_caching(self) -> str:
-        return repr(sorted((k, str(v)) for k, v in self._meta().items()))
+        """All that a graph depends on: torch runs one that it has cached where this is the same."""
+        parts = [(name, x.shape, x.stride(), x.dtype) for name, x in self._parts().items()]
+        return repr((self._meta(), self.shape, self.device, self.requires_grad, parts))
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         parts = self._parts()

@@ -110,6 +110,7 @@ def wrong(rank: int, ranks: int) -> dict[str, str]:
     cases: dict[str, Any] = {
         "format": (bs.quantize(x, "mxfp8_e5m2" if last else "mxfp8"), 0),
         "axis": (bs.quantize(x, "mxfp8", axis=-2 if last else -1), 0),
+        "order": (bs.quantize(x, "mxfp8", axis=-2, k_major=last), 0),
         "block": (bs.quantize(x[:, :48], "mxfp8", pad=True), 1),
         "plain": (x, 0),
         "layout": (bs.quantize(x[:64], "mxfp8", layout="tcgen05"), 0),

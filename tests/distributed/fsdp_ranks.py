@@ -6,8 +6,10 @@ On GPUs: ``torchrun --nproc-per-node 2 tests/distributed/fsdp_ranks.py nccl``.
 
 from __future__ import annotations
 
+import gc
 import sys
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
@@ -262,21 +264,26 @@ def empty(rank: int) -> bool:
     return all(torch.equal(a, b) for got in others for a, b in zip(got, want, strict=True))
 
 
-def bytes_sent(name: str, device: torch.device) -> tuple[list[int], int]:
-    """Of each gather of a weight in a step, and how many elements its shard has."""
+def bytes_sent(name: str, device: torch.device) -> tuple[list[int], int, int]:
+    """Of each gather of a weight in a step; how many elements its shard has; and how many of the
+    quantized shards are in memory after the step."""
     sent: list[int] = []
+    shards: list[weakref.ref[Tensor]] = []
     plain = GatheredWeight.fsdp_pre_all_gather
 
     def count(weight: Any, mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> Any:
         parts, metadata = plain(weight, mesh, size, stride, module, policy)
         sent.append(sum(part.nbytes for part in parts))
+        shards.append(weakref.ref(metadata[0].qdata))
         return parts, metadata
 
     with patch.object(GatheredWeight, "fsdp_pre_all_gather", count):
         model = make_model(name, device, gathers=True)
         x = torch.randn(64, WIDE, device=device, dtype=torch.bfloat16)
         model(x).float().sum().backward()
-    return sent, WIDE * WIDE // dist.get_world_size()
+    gc.collect()
+    kept = sum(shard() is not None for shard in shards)
+    return sent, WIDE * WIDE // dist.get_world_size(), kept
 
 
 def saved(rank: int, device: torch.device, folder: Path) -> bool:

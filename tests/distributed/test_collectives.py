@@ -35,6 +35,9 @@ def test_bad_input(found):
     for told in (each["wrong"] for each in found):
         assert "this rank has dim=0, (128, 128)" in told["format"], told
         assert "this rank has dim=0, (128, 128)" in told["axis"], told
+        assert all(f"128), {each} after {each}" in told["order"] for each in ("row", "column")), (
+            told
+        )
         assert "which ends inside a block of 32" in told["block"], told
         assert "expected a ScaledTensor" in told["plain"], told
         assert "call to_layout('compact')" in told["layout"], told

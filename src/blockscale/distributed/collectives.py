@@ -52,9 +52,9 @@ def all_gather(
             initialized. All ranks of it call this.
 
     Raises TypeError where ``shard`` is no ScaledTensor; ValueError where it cannot be joined, and
-    where another rank's is of another shape, format, axis or dtype with as many bytes (which a GPU
-    waits for when a ``shard`` is the first of its kind). Where ranks have other global scales, the
-    result's is NaN.
+    where another rank's is of another shape, format, axis, dtype or order in memory (``k_major`` of
+    quantize) with as many bytes (which a GPU waits for when a ``shard`` is the first of its kind).
+    Where ranks have other global scales, the result's is NaN.
 
     Source: seed 001 of Transformer Engine, "Quantized all-gather".
     """
@@ -64,7 +64,7 @@ def all_gather(
         _check("shard", shard)
     if rank_and_ranks(group)[1] == 1:
         return shard
-    kind = f"dim={dim}, {tuple(shard.shape)}, {shard._meta()}"
+    kind = f"dim={dim}, {_kind_of(shard)}"
     received, sizes = _gathered(shard, kind, group)
     return unpack(received, sizes, shard, dim, kind)
 
@@ -76,7 +76,7 @@ def all_gather_named(
     ops: an error on a CPU where others sent what has another ``name``, NaN on a GPU."""
     if rank_and_ranks(group)[1] == 1:
         return shard
-    kind = f"{name}: {tuple(shard.shape)}, {shard._meta()}"
+    kind = f"{name}: {_kind_of(shard)}"
     received, sizes = _gathered(shard, kind, group)
     whole = unpack(received, sizes, shard, 0, kind)
     if not received.is_cuda:
@@ -102,7 +102,7 @@ def exchange(
     parts: list[ScaledTensor], dim: int = 0, group: dist.ProcessGroup | None = None
 ) -> ScaledTensor:
     """Send each rank one of ``parts``, which are alike; those that came, joined along ``dim``."""
-    kind = f"dim={dim}, {tuple(parts[0].shape)}, {parts[0]._meta()}"
+    kind = f"dim={dim}, {_kind_of(parts[0])}"
     messages, sizes = zip(*(pack(part, kind) for part in parts), strict=True)
     sent = torch.cat(messages)
     received = torch.empty_like(sent)
@@ -195,6 +195,12 @@ def _check(name: str, given: ScaledTensor) -> None:
         raise ValueError(
             f"{name}: got {given}; expected compact scales and no groups: call to_layout('compact')"
         )
+
+
+def _kind_of(shard: ScaledTensor) -> str:
+    """What of a shard says which of its bytes are which."""
+    order = "column after column" if is_turned(shard.qdata) else "row after row"
+    return f"{tuple(shard.shape)}, {order}, {shard._meta()}"
 
 
 def pack(shard: ScaledTensor, kind: str) -> tuple[Tensor, list[int]]:

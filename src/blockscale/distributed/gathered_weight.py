@@ -21,6 +21,7 @@ from .collectives import as_rows
 from .dtensor_parameters import dtensor_like
 from .quantizer import Quantizer, warn_of_cut_blocks
 from .ranks import check_alike
+from .shard_ops import received_shards
 from .tensor_parallel import ParallelLinear
 from .weight_state import Gathered, WeightState
 
@@ -118,7 +119,10 @@ class GatheredWeight(Tensor):
         return GatheredWeight(WeightState(quantizer, "", handle=inner["handle"]), like)
 
     def _stable_hash_for_caching(self) -> str:
-        return repr(self.__tensor_flatten__())
+        """All that a graph depends on: torch runs the one that it has cached for a weight for each
+        other one that has the same here, in later processes, too."""
+        seen = self.shape, self.stride(), self.dtype, self.device, self.requires_grad
+        return repr((self.__tensor_flatten__(), *seen))
 
     @property
     def data(self) -> Tensor:
@@ -156,7 +160,7 @@ class GatheredWeight(Tensor):
         for a weight, to know a graph that they have cached."""
         (inner,), _ = self.__tensor_flatten__()
         if isinstance(getattr(self, inner), FakeTensor):
-            return str, (f"{self._stable_hash_for_caching()} {tuple(self.shape)} {self.dtype}",)
+            return str, (self._stable_hash_for_caching(),)
         return self.state.values.__reduce_ex__(protocol)
 
     @classmethod
@@ -241,7 +245,8 @@ class GatheredWeight(Tensor):
         else:
             data, scale = all_gather_outputs
             written = self.state.writes.count
-            gathered = Gathered(q, data, scale, size, self.state, param_dtype, group, written)
+            like = next(received_shards(q, data, scale))  # q itself would stay in memory
+            gathered = Gathered(like, data, scale, size, self.state, param_dtype, group, written)
             state = WeightState(self.quantizer, self.state.name, gathered=gathered)
         if out is None:
             if state.master is not None:

@@ -3,6 +3,7 @@ where compilers do not look."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from ..tensor import ScaledTensor
 from .collectives import all_gather, as_rows, is_turned, parts_of
 from .functional_collectives import group_of
 
-__all__ = ["as_operand", "gather_operand", "join_received"]
+__all__ = ["as_operand", "gather_operand", "join_received", "received_shards"]
 
 
 def gather_operand(shard: ScaledTensor, rows: int, ranks: int, group: str) -> ScaledTensor:
@@ -84,21 +85,25 @@ def _scaled(
     return ScaledTensor(data, scale, global_scale=parts[2], layout=layout, **how)
 
 
+def received_shards(sent: ScaledTensor, data: Tensor, scale: Tensor) -> Iterator[ScaledTensor]:
+    """What each rank has sent, shards as ``sent``: views of their bytes and of their scales, which
+    lie one after the other."""
+    turned = is_turned(sent.qdata)
+    each = data.view(-1, *as_rows(sent.qdata).shape), scale.view(-1, *sent.qscale.shape)
+    for d, s in zip(*each, strict=True):
+        yield sent._with(data=(d.mT if turned else d).view(sent.qdata.dtype), scale=s)
+
+
 def join_received(
     like: ScaledTensor, data: Tensor, scale: Tensor, shape: torch.Size
 ) -> ScaledTensor:
     """The matrix of which ranks have sent shards as ``like``, of its rows: their bytes and their
     scales lie one after the other."""
-    turned = is_turned(like.qdata)
     if like.axis == -2 and like.layout_name != "compact":  # tiles of scales lie beside each other
-        each = data.view(-1, *as_rows(like.qdata).shape), scale.view(-1, *like.qscale.shape)
-        parts: Any = [
-            like._with(data=(d.mT if turned else d).view(like.qdata.dtype), scale=s)
-            for d, s in zip(*each, strict=True)
-        ]
+        parts: Any = list(received_shards(like, data, scale))
         whole: ScaledTensor = torch.cat(parts)  # type: ignore[assignment]
         return whole
-    if turned:
+    if is_turned(like.qdata):
         data = torch.cat(data.view(-1, *like.qdata.mT.shape).unbind(), 1).mT  # copies whole words
     return like._with(data=data.view(like.qdata.dtype), scale=scale, shape=tuple(shape))
 

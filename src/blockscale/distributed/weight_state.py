@@ -26,8 +26,8 @@ class Gathered(NamedTuple):
     one: its own ``shard``, in ``dtype``.
 
     Attributes:
-        like: the shard as it was sent; ``data`` and ``scale``: what all ranks have sent, one after
-            the other.
+        like: a shard, as all were sent: the first one received; ``data`` and ``scale``: what all
+            ranks have sent, one after the other.
         written: how often the shard was written to before, if anybody can tell.
     """
 
