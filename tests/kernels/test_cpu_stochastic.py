@@ -23,6 +23,7 @@ import blockscale as bs
 from blockscale.formats import NONFINITE, Format, formats
 from blockscale.kernels.cpu import calls as cpu
 from blockscale.rounding import encode_magnitude, random_bits
+from blockscale.seed import Numbers
 
 numba = pytest.importorskip("numba")
 
@@ -126,10 +127,10 @@ def test_every_part_cut_off_against_the_noise_beside_it(element: object) -> None
         assert torch.equal(torch.from_numpy(each).view_as(want), want)
 
 
-def philox(seed: int, index: int) -> int:
+def philox(seed: int, step: int, index: int) -> int:
     """The definition of numerics.md in Python's integers."""
-    c, k = [index // 4 & 0xFFFFFFFF, index // 4 >> 32, 0, 0], [seed, seed >> 32]
-    k = [each & 0xFFFFFFFF for each in k]
+    c, k = [index // 4, index // 4 >> 32, step, step >> 32], [seed, seed >> 32]
+    c, k = ([each & 0xFFFFFFFF for each in some] for some in (c, k))
     for _ in range(10):
         a, b = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57
         c = [b >> 32 ^ c[1] ^ k[0], b & 0xFFFFFFFF, a >> 32 ^ c[3] ^ k[1], a & 0xFFFFFFFF]
@@ -146,14 +147,14 @@ def test_random_bits(seed: int) -> None:
     def draw(seed, first, n, out):
         return stochastic.draw(seed, first, n, out)
 
-    for first, n in ((0, 37), (1, 16), (2, 5), (3, 1), (5, 100), (2**34 - 7, 15), (2**40 + 3, 9)):
+    pieces = (0, 37), (1, 16), (2, 5), (3, 1), (5, 100), (2**34 - 7, 15), (2**40 + 3, 9)
+    for (first, n), step in itertools.product(pieces, (0, 3, -(2**62))):
         out = np.zeros(n + stochastic.ROOM, np.int32)
-        begin = draw(seed, first, n, out)
+        begin = draw((seed, step), first, n, out)
         got = out.view(np.uint32)[begin : begin + n].tolist()
-        assert got == [philox(seed, first + i) for i in range(n)]
-        if first < 100:
-            want = random_bits(seed, torch.empty(first + n))[first:]
-            assert got == want.tolist()
+        assert got == [philox(seed, step, first + i) for i in range(n)]
+        numbers = Numbers(seed, step, first, n, n)
+        assert got == random_bits(numbers, torch.empty(n)).tolist()
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -36,7 +36,7 @@ def quantize(
     nonfinite: str = "propagate",
     global_scale: Tensor | None = None,
     offsets: Tensor | None = None,
-    seed: Numbers | None = None,
+    seed: int | Numbers | None = None,
     k_major: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Data and compact scales of ``x`` (..., M, K), blocked along ``axis`` (-1 or -2).

@@ -22,7 +22,7 @@ from ...error_sums import BINS, SLACK, ErrorSums
 from ...formats import UE4M3, Format, formats
 from ...memory import memory_of
 from ...rounding import FP32_INF, FP32_ONE, float32_bits, from_float32_bits, global_scale_from_amax
-from ...seed import Numbers
+from ...seed import Numbers, numbers_of
 from ..common.spec import NEAREST_UE4M3, specify
 from .spec import Geometry, Strided, geometry, scale_values, supported, values
 from .threads import run
@@ -73,7 +73,7 @@ def quantize(
     scale_rounding: str = "rceil",
     nonfinite: str = "propagate",
     global_scale: Tensor | None = None,
-    seed: Numbers | None = None,
+    seed: int | Numbers | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Data and compact scales of ``x`` (..., M, K), as ``reference.quantize``, byte for byte.
 
@@ -97,7 +97,8 @@ def quantize(
             _scalar_bits(global_scale), constants.max_bits, scale_values(UE4M3)[:128], table
         )
     items = _items(x)
-    rounded, place = (None, (0, 0, 0)) if seed is None else (seed[:2], seed[2:])
+    numbers = numbers_of(seed, shape) if isinstance(seed, int) else seed
+    rounded, place = (None, (0, 0, 0)) if numbers is None else (numbers[:2], numbers[2:])
     fixed = items, *_flat(data, scale), grid, constants, encode_scale, table, rounded, place
 
     def work(first: int, last: int) -> None:
