@@ -26,7 +26,7 @@ from .tensor import ScaledTensor
 from .warm import warm
 
 if TYPE_CHECKING:
-    from . import checkpoint, distributed
+    from . import checkpoint, debug, distributed
 
 __version__ = "0.1.0"
 
@@ -41,6 +41,7 @@ __all__ = [
     "checkpoint",
     "combine",
     "convert",
+    "debug",
     "distributed",
     "formats",
     "gemm",
@@ -62,7 +63,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """``blockscale.checkpoint`` and ``blockscale.distributed`` are imported when first used."""
-    if name in ("checkpoint", "distributed"):
+    """``blockscale.checkpoint``, ``debug`` and ``distributed`` are imported when first used."""
+    if name in ("checkpoint", "debug", "distributed"):
         return import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
