@@ -140,7 +140,8 @@ def test_batches(batch):
     (lambda: bs.convert(Model(2), MXFP8), {"share": 2}, ValueError, "share: got 2; expected"),
     (lambda: bs.convert(Model(2), MXFP8), {"loss": lambda y: y.sum() * float("nan")}, ValueError,
      "loss: got .*nan.*; expected a finite scalar"),
-    (lambda: bs.convert(Model(2), MXFP8), {"loss": None}, ValueError, r"loss: got shape \(64, 128\); expected"),
+    (lambda: bs.convert(Model(2), MXFP8), {"loss": None}, ValueError,
+     r"loss: got shape \(64, 128\); expected"),
 ])  # fmt: skip
 def test_bad_input(make, given, error, told):
     with pytest.raises(error, match=told):
