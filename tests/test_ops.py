@@ -64,6 +64,8 @@ def test_opcheck_quantize_other_arguments(backend):
     seed = [*numbers_of(7, (3, 5, 40))]
     args = (matrix(3, 5, 40), "mxfp4", -1, "rceil", "te", "compact", None, None, seed)
     torch.library.opcheck(OPS.quantize.default, args)
+    args = (matrix(40, 64), "mxfp8", -2, "rceil", "te", "tcgen05")
+    torch.library.opcheck(OPS.quantize.default, args, {"square": True})
     args = (matrix(40), "mxfp8", -1, "rceil", "te", "compact")
     torch.library.opcheck(OPS.quantize.default, args)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -182,6 +182,11 @@ class Format:
     def block_size(self) -> int:
         """Elements of a block along the contraction."""
         return self.block[1]
+
+    @property
+    def squared(self) -> Format:
+        """With blocks of as many rows."""
+        return replace(self, block=(self.block_size, self.block_size))
 
     @property
     def bits_per_element(self) -> float:

@@ -30,6 +30,7 @@ def quantize(
     offsets: Tensor | None = None,
     gather: Tensor | None = None,
     seed: int | Seed | None = None,
+    square: bool = False,
     k_major: bool = False,
     backend: str = "auto",
 ) -> ScaledTensor:
@@ -67,6 +68,10 @@ def quantize(
             NaN.
         seed: round elements stochastically with this seed instead of to nearest even: an int, or a
             :class:`Seed` of a step, and of ranks that have parts of a tensor.
+        square: one scale for each square of elements, of 16 x 16 in NVFP4, 32 x 32 in MXFP8: its
+            rows, or columns, have it alike, so that both axes have the same elements, as weights
+            that are multiplied along both. For formats whose blocks are of one row; groups of
+            ``offsets`` would cut squares.
         k_major: store 8-bit columns (``axis=-2``) with the contraction contiguous, as Hopper's FP8
             tensor cores read them: ``qdata`` is then the ``mT`` of a contiguous tensor, each of
             whose rows starts at a multiple of 32 bytes. Values and scales are the same. Rows, and
@@ -87,7 +92,9 @@ def quantize(
     Source: OCP MX v1.0 section 6.3 with the scale rounded up (arXiv 2506.08027).
     """
     axis = check_axis(axis)
-    asked = Arguments((axis,), format, scale_rounding, (layout,), nonfinite, pad, k_major, backend)
+    asked = Arguments(
+        (axis,), format, scale_rounding, (layout,), nonfinite, pad, k_major, backend, square
+    )
     call = check(x, asked, offsets, seed, gather)
     scalar = resolve_global_scale(global_scale, x, call.format, backend, per_matrix=True)
     source = x.detach() if x.requires_grad else x
@@ -105,6 +112,7 @@ def quantize(
         backend,
         k_major,
         gather,
+        square,
     )
     return wrap(_rows_of(x, gather), call, 0, data, scale, scalar, offsets)
 
@@ -121,6 +129,7 @@ def quantize_both(
     offsets: Tensor | None = None,
     gather: Tensor | None = None,
     seed: int | Seed | None = None,
+    square: bool = False,
     k_major: bool = False,
     backend: str = "auto",
 ) -> tuple[ScaledTensor, ScaledTensor]:
@@ -138,7 +147,7 @@ def quantize_both(
     Returns: the tensors along -1 and along -2. Raises TypeError or ValueError as :func:`quantize`.
     """
     pair = layout if isinstance(layout, tuple) else (layout, layout)
-    asked = Arguments(_BOTH, format, scale_rounding, pair, nonfinite, pad, k_major, backend)
+    asked = Arguments(_BOTH, format, scale_rounding, pair, nonfinite, pad, k_major, backend, square)
     call = check(x, asked, offsets, seed, gather)
     scalar = resolve_global_scale(global_scale, x, call.format, backend, per_matrix=True)
     source = x.detach() if x.requires_grad else x
@@ -156,6 +165,7 @@ def quantize_both(
         backend,
         k_major,
         gather,
+        square,
     )
     like = _rows_of(x, gather)
     return (

@@ -45,6 +45,7 @@ class Arguments(NamedTuple):
     pad: bool = False
     k_major: bool = False
     backend: str = "auto"
+    square: bool = False
 
 
 class Call(NamedTuple):
@@ -75,6 +76,7 @@ def check(
         )
     check_flag("pad", request.pad)  # here: to a cache True is 1
     check_flag("k_major", request.k_major)
+    check_flag("square", request.square)
     check_tensor(x)
     format = request.format
     if isinstance(format, Format):  # its hash is slow
@@ -101,6 +103,8 @@ def check_call(
         names = ", ".join(str(d) for d in DTYPES)
         raise TypeError(f"x: got {dtype}; expected one of {names}: cast it first")
     _check_shape(shape, call, request.pad, grouped)
+    if request.square:
+        _check_square(shape, call.format, grouped)
     return call
 
 
@@ -169,6 +173,15 @@ def _check_shape(shape: tuple[int, ...], call: Call, pad: bool, grouped: bool) -
                 f"layout: {layout.name!r} stores the scales of one matrix; x has shape "
                 f"{tuple(shape)}: flatten leading dimensions first, or keep 'compact'"
             )
+
+
+def _check_square(shape: tuple[int, ...], fmt: Format, grouped: bool) -> None:
+    if fmt.block[0] > 1:
+        raise ValueError(f"square: blocks of {fmt.name!r} are squares; leave it out")
+    if grouped:
+        raise ValueError("square: groups of offsets would cut squares; leave out one of them")
+    if len(shape) < 2:
+        raise ValueError(f"square: x has shape {tuple(shape)}; a square needs rows and columns")
 
 
 def _check_groups(shape: tuple[int, ...], fmt: Format) -> None:

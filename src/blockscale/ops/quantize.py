@@ -40,12 +40,14 @@ def quantize(
     backend: str = "auto",
     k_major: bool = False,
     gather: Tensor | None = None,
+    square: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Data and scales of ``x``, scales in ``layout``; see reference.quantize.
 
     With ``gather``, of rows of ``x``. With ``offsets``, axis -2 has blocks that start anew in each
     group, axis -1 scales that ``layouts.Grouped`` places, in layouts that spread them. ``seed``:
-    :class:`blockscale.seed.Numbers`, rounds stochastically.
+    :class:`blockscale.seed.Numbers`, rounds stochastically. ``square``: scales are of squares of
+    elements, and stored for each of their rows, or columns.
     """
     if axis == -1 and not get_layout(layout).spreads:
         offsets = None  # groups of rows move no scale
@@ -55,13 +57,13 @@ def quantize(
             format, (axis,), (layout,), scale_rounding, nonfinite, "load", grouped, k_major
         )
         try:
-            return _by_kernel(x, asked, global_scale, offsets, seed, gather)[0]
+            return _by_kernel(x, asked, global_scale, offsets, seed, gather, square)[0]
         except Unsupported as why:
             fall_back("quantize", x, backend, str(why))
-    x = x if gather is None else x[gather]
+    x, fmt = x if gather is None else x[gather], get_format(format)
     data, scale = reference.quantize(
         x,
-        get_format(format),
+        fmt.squared if square else fmt,
         axis=axis,
         scale_rounding=scale_rounding,
         nonfinite=nonfinite,
@@ -70,6 +72,7 @@ def quantize(
         seed=None if seed is None else Numbers(*seed),
         k_major=k_major,
     )
+    scale = _repeated(scale, fmt, axis, x.shape) if square else scale
     of_rows = offsets if axis == -1 else None
     return data, swizzle_scale(as_bytes(scale), axis, get_layout(layout), of_rows)
 
@@ -88,6 +91,7 @@ def quantize_both(
     backend: str = "auto",
     k_major: bool = False,
     gather: Tensor | None = None,
+    square: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``quantize`` along -1, then along -2, from one read of ``x`` where a kernel can do that."""
     layouts = row_layout, column_layout
@@ -97,13 +101,13 @@ def quantize_both(
             format, (-1, -2), layouts, scale_rounding, nonfinite, "load", grouped, k_major
         )
         try:
-            row, column = _by_kernel(x, asked, global_scale, offsets, seed, gather)
+            row, column = _by_kernel(x, asked, global_scale, offsets, seed, gather, square)
         except Unsupported:
             pass  # what one axis needs, the other may not
         else:
             return *row, *column
     x = x if gather is None else x[gather]
-    further = global_scale, offsets, seed, backend, k_major
+    further = global_scale, offsets, seed, backend, k_major, None, square
     row, column = (
         quantize(x, format, axis, scale_rounding, nonfinite, layout, *further)
         for axis, layout in zip((-1, -2), layouts, strict=True)
@@ -136,15 +140,18 @@ def _by_kernel(
     offsets: Tensor | None,
     seed: list[int] | None,
     gather: Tensor | None,
+    square: bool,
 ) -> Sequence[Pair]:
     """What a kernel makes of ``x``, on a CPU along one axis; Unsupported where there is none."""
     if is_per_matrix(global_scale, x.shape):
-        return _one_by_one(x, asked, global_scale, seed)
+        return _one_by_one(x, asked, global_scale, seed, square)
     gpu, fmt, axes, layouts = gpu_of(x.device), asked.fmt, asked.axes, asked.layouts
     if seed is not None and gpu is not None:
         raise Unsupported(
             "seed: no kernel rounds stochastically on a GPU; leave it out to round to nearest even"
         )
+    if square and gpu is not None:
+        raise Unsupported("square: no kernel on a GPU has one scale for a square of elements")
     if gpu is None:
         require_cpu_kernels()
         x = x if gather is None else x[gather]
@@ -156,13 +163,14 @@ def _by_kernel(
         assert asked.scale_rounding is not None  # the op has its name
         data, scale = cpu.quantize(
             x if along is None else _moved_apart(x, along),
-            fmt,
+            fmt.squared if square else fmt,
             axis=axes[0],
             scale_rounding=asked.scale_rounding,
             nonfinite=asked.nonfinite,
             global_scale=global_scale,
             seed=None if seed is None else Numbers(*seed),
         )
+        scale = _repeated(scale, fmt, axes[0], x.shape) if square else scale
         turned = fmt.turned(axes[0], asked.k_major)
         if turned and data.stride(-2) != 1:
             data = data.mT.contiguous().mT
@@ -185,14 +193,18 @@ def _by_kernel(
 
 
 def _one_by_one(
-    x: Tensor, asked: quantizers.Request, global_scale: Tensor, seed: list[int] | None
+    x: Tensor,
+    asked: quantizers.Request,
+    global_scale: Tensor,
+    seed: list[int] | None,
+    square: bool,
 ) -> list[Pair]:
     """Matrices of a batch, each with its own global scale."""
     if seed is not None:
         raise Unsupported("seed: kernels take one global scale where they round stochastically")
     matrices, lead = x.flatten(0, -3), x.shape[:-2]
     each = [
-        _by_kernel(matrix, asked, scalar, None, None, None)
+        _by_kernel(matrix, asked, scalar, None, None, None, square)
         for matrix, scalar in zip(matrices, global_scale.flatten(), strict=True)
     ]
     made = []
@@ -225,6 +237,13 @@ def _of_groups(
     back = octets.new_zeros(rows, octets.shape[1])
     back[: len(position)] = octets[position]
     return back.view(data.dtype), scale
+
+
+def _repeated(scale: Tensor, fmt: Format, axis: int, shape: torch.Size) -> Tensor:
+    """Scales of squares, as rows or columns of a matrix have them."""
+    other = -3 - axis
+    octets = as_bytes(scale).repeat_interleave(fmt.block_size, other)
+    return octets.narrow(other, 0, shape[other]).contiguous().view(scale.dtype)
 
 
 def written_layouts(fmt: Format, layouts: tuple[str, ...]) -> tuple[str, ...]:
