@@ -16,6 +16,7 @@ from .formats import Format, formats
 from .fused import rmsnorm_quantize, swiglu_backward_quantize, swiglu_quantize
 from .gemm import gemm, grouped_gemm
 from .gemm_quantize import gemm_quantize, grouped_gemm_quantize
+from .hadamard import Hadamard
 from .layouts import layouts
 from .nn import Recipe, autocast, convert, quantize_, reuse_weights
 from .ops import FallbackWarning
@@ -33,6 +34,7 @@ __version__ = "0.1.0"
 __all__ = [
     "FallbackWarning",
     "Format",
+    "Hadamard",
     "Recipe",
     "Routing",
     "ScaledTensor",

@@ -7,8 +7,9 @@ from torch import Tensor
 from . import ops
 from .checks import check_axis
 from .formats import Format
+from .hadamard import Hadamard, transformed
 from .layouts import Layout
-from .quantize_checks import Arguments, Call, check, resolve_global_scale
+from .quantize_checks import Arguments, Call, check, check_hadamard, resolve_global_scale
 from .seed import Seed, numbers_of
 from .tensor import ScaledTensor
 
@@ -31,6 +32,7 @@ def quantize(
     gather: Tensor | None = None,
     seed: int | Seed | None = None,
     square: bool = False,
+    hadamard: Hadamard | None = None,
     k_major: bool = False,
     backend: str = "auto",
 ) -> ScaledTensor:
@@ -72,6 +74,8 @@ def quantize(
             rows, or columns, have it alike, so that both axes have the same elements, as weights
             that are multiplied along both. For formats whose blocks are of one row; groups of
             ``offsets`` would cut squares.
+        hadamard: transform ``x`` along ``axis`` before, in fp32: a :class:`Hadamard`, the same for
+            both operands of a product. By plain torch.
         k_major: store 8-bit columns (``axis=-2``) with the contraction contiguous, as Hopper's FP8
             tensor cores read them: ``qdata`` is then the ``mT`` of a contiguous tensor, each of
             whose rows starts at a multiple of 32 bytes. Values and scales are the same. Rows, and
@@ -96,8 +100,11 @@ def quantize(
         (axis,), format, scale_rounding, (layout,), nonfinite, pad, k_major, backend, square
     )
     call = check(x, asked, offsets, seed, gather)
-    scalar = resolve_global_scale(global_scale, x, call.format, backend, per_matrix=True)
     source = x.detach() if x.requires_grad else x
+    if hadamard is not None:
+        check_hadamard(hadamard, axis, gather, offsets)
+        source = transformed(source, hadamard, axis).contiguous()
+    scalar = resolve_global_scale(global_scale, source, call.format, backend, per_matrix=True)
     numbers = None if seed is None else list(numbers_of(seed, _rows_of(x, gather).shape))
     data, scale = ops.quantize(
         source,
@@ -139,7 +146,7 @@ def quantize_both(
 
     Two different tensors, both from high precision: one for the product that contracts K, one for
     that which contracts M. GPU kernels make both from one read of ``x``. Takes the arguments of
-    :func:`quantize` but ``axis``; NVFP4's global scale is found once.
+    :func:`quantize` but ``axis`` and ``hadamard``; NVFP4's global scale is found once.
 
     Args:
         layout: of both, or a pair: of the rows' and of the columns' scales.

@@ -10,6 +10,7 @@ from torch import Tensor
 from . import ops
 from .checks import check_flag, choose
 from .formats import NONFINITE, Format, get_format
+from .hadamard import Hadamard
 from .layouts import Layout, get_layout, layouts
 from .remember import remembered
 from .seed import Seed
@@ -24,6 +25,7 @@ __all__ = [
     "Call",
     "check",
     "check_call",
+    "check_hadamard",
     "check_tensor",
     "given_global_scale",
     "resolve_global_scale",
@@ -128,6 +130,22 @@ def _check_names(request: Arguments) -> Call:
                 f"choose one of {', '.join(names)}"
             )
     return Call(fmt, axes, rounding, where)
+
+
+def check_hadamard(
+    hadamard: object, axis: int, gather: Tensor | None, offsets: Tensor | None
+) -> None:
+    """TypeError unless it is one; ValueError where rows along which it goes are not those of x."""
+    if not isinstance(hadamard, Hadamard):
+        raise TypeError(
+            f"hadamard: got {type(hadamard).__name__}; expected blockscale.Hadamard(...) or None"
+        )
+    for name, given in (("gather", gather), ("offsets", offsets)):
+        if given is not None and axis == -2:
+            raise ValueError(
+                f"hadamard: goes along the rows that {name} names (axis=-2), which is not there; "
+                f"transform each group's rows by themselves, without {name}"
+            )
 
 
 def check_tensor(x: Tensor) -> None:
