@@ -132,7 +132,7 @@ def bisect(
 
 
 class _Losses(NamedTuple):
-    """Of the batch, and after a step, evaluated exactly. ``rate``: of the step."""
+    """The loss of the batch, and the exact one after a step of this ``rate``."""
 
     loss: float
     after: float

@@ -198,7 +198,7 @@ def _check(name: str, given: ScaledTensor) -> None:
 
 
 def _kind_of(shard: ScaledTensor) -> str:
-    """What of a shard says which of its bytes are which."""
+    """Describe how a message's bytes are to be read: by shape, order in memory, and format."""
     order = "column after column" if is_turned(shard.qdata) else "row after row"
     return f"{tuple(shard.shape)}, {order}, {shard._meta()}"
 

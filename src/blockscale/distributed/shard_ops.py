@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..formats import get_format
+from ..memory import joined
 from ..ops.operand_layout import operand_layout
 from ..ops.operation import operation
 from ..tensor import ScaledTensor
@@ -38,8 +39,8 @@ def _fake_gather_scaled(
     axis: int, layout: str, dtype: torch.dtype, ranks: int,
 ) -> list[Tensor]:  # fmt: skip
     shard = _scaled((data, scale, global_scale), format, shape, axis, layout, dtype)
-    joined: Any = torch.cat([shard] * ranks)
-    return [torch.empty_like(part) for part in parts_of(as_operand(joined))]
+    whole: Any = torch.cat([shard] * ranks)
+    return [torch.empty_like(part) for part in parts_of(as_operand(whole))]
 
 
 @operation(_fake_gather_scaled)
@@ -66,8 +67,7 @@ def gather_scaled(
             for piece in range(pieces)
             for start in range(piece * rows, whole.shape[0], pieces * rows)
         ]
-        joined: Any = torch.cat(steps)
-        whole = joined
+        whole = torch.cat(steps)  # type: ignore[assignment]
     found = parts_of(as_operand(whole))
     return [part.clone() for part in found] if ranks == 1 else found  # not what was given
 
@@ -104,7 +104,7 @@ def join_received(
         whole: ScaledTensor = torch.cat(parts)  # type: ignore[assignment]
         return whole
     if is_turned(like.qdata):
-        data = torch.cat(data.view(-1, *like.qdata.mT.shape).unbind(), 1).mT  # copies whole words
+        data = joined(torch.cat, data.view(-1, *like.qdata.mT.shape).mT.unbind(), -2)
     return like._with(data=data.view(like.qdata.dtype), scale=scale, shape=tuple(shape))
 
 

@@ -15,6 +15,7 @@ from .recipe import Recipe, check_training_recipe
 from .report import ConversionReport, Entry, publish
 from .survey import (
     FilterFn,
+    by_override,
     check_filter,
     check_lazy,
     check_model,
@@ -85,8 +86,7 @@ def convert(
             check_recipe_of_groups(recipe.of(name))
     entries = []
     for name, module, kind in layers:
-        pattern = recipe.pattern_of(name)
-        how = "" if pattern is None else f"by {recipe.of(name)}, for {pattern!r}"
+        how = by_override(recipe, name)
         if isinstance(module, OWN):
             module.__dict__.setdefault(_BEFORE, module.recipe)
         elif isinstance(module, kind.converted):

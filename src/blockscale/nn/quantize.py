@@ -20,6 +20,7 @@ from .report import ConversionReport, publish
 from .survey import (
     FilterFn,
     Layer,
+    by_override,
     check_filter,
     check_lazy,
     check_model,
@@ -74,13 +75,7 @@ def quantize_(
     for layer in layers:
         _check(layer, recipes[layer.name])
     _check_left(model, recipe)
-    entries = [
-        entry_of(
-            name, module, f"by {recipes[name]}, for {pattern!r}" if pattern is not None else ""
-        )
-        for name, module, _ in layers
-        for pattern in [recipe.pattern_of(name)]
-    ]
+    entries = [entry_of(name, module, by_override(recipe, name)) for name, module, _ in layers]
     keys = [(*_key(layer), recipes[layer.name]) for layer in layers]
     shared = Counter(keys)
     made: dict[Any, tuple[Tensor, torch.nn.Parameter]] = {}  # with masters, which keep their ids

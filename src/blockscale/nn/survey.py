@@ -19,6 +19,7 @@ from .report import ConversionReport, Entry, grouped, matrices
 __all__ = [
     "FilterFn",
     "Layer",
+    "by_override",
     "check_filter",
     "check_lazy",
     "check_model",
@@ -104,6 +105,12 @@ def _check_overrides(recipe: Recipe, layers: list[Layer], left: list[Entry]) -> 
             f"are {names}{', ...' if len(layers) > _NAMES else ''}; the first pattern that matches "
             "a layer's name counts"
         )
+
+
+def by_override(recipe: Recipe, name: str) -> str:
+    """How a layer is changed that the recipe has an override for; "" of others."""
+    pattern = recipe.pattern_of(name)
+    return "" if pattern is None else f"by {recipe.of(name)}, for {pattern!r}"
 
 
 def weights_of(module: torch.nn.Module) -> list[torch.nn.Parameter]:

@@ -54,10 +54,11 @@ def quantize(
     if backend != "reference":
         grouped = offsets is not None
         asked = quantizers.Request(
-            format, (axis,), (layout,), scale_rounding, nonfinite, "load", grouped, k_major
+            *(format, (axis,), (layout,), scale_rounding, nonfinite, "load", grouped, k_major),
+            square=square,
         )
         try:
-            return _by_kernel(x, asked, global_scale, offsets, seed, gather, square)[0]
+            return _by_kernel(x, asked, global_scale, offsets, seed, gather)[0]
         except Unsupported as why:
             fall_back("quantize", x, backend, str(why))
     x, fmt = x if gather is None else x[gather], get_format(format)
@@ -98,10 +99,11 @@ def quantize_both(
     if backend != "reference" and gpu_of(x.device) is not None:
         grouped = offsets is not None
         asked = quantizers.Request(
-            format, (-1, -2), layouts, scale_rounding, nonfinite, "load", grouped, k_major
+            *(format, (-1, -2), layouts, scale_rounding, nonfinite, "load", grouped, k_major),
+            square=square,
         )
         try:
-            row, column = _by_kernel(x, asked, global_scale, offsets, seed, gather, square)
+            row, column = _by_kernel(x, asked, global_scale, offsets, seed, gather)
         except Unsupported:
             pass  # what one axis needs, the other may not
         else:
@@ -140,18 +142,15 @@ def _by_kernel(
     offsets: Tensor | None,
     seed: list[int] | None,
     gather: Tensor | None,
-    square: bool,
 ) -> Sequence[Pair]:
     """What a kernel makes of ``x``, on a CPU along one axis; Unsupported where there is none."""
     if is_per_matrix(global_scale, x.shape):
-        return _one_by_one(x, asked, global_scale, seed, square)
+        return _one_by_one(x, asked, global_scale, seed)
     gpu, fmt, axes, layouts = gpu_of(x.device), asked.fmt, asked.axes, asked.layouts
     if seed is not None and gpu is not None:
         raise Unsupported(
             "seed: no kernel rounds stochastically on a GPU; leave it out to round to nearest even"
         )
-    if square and gpu is not None:
-        raise Unsupported("square: no kernel on a GPU has one scale for a square of elements")
     if gpu is None:
         require_cpu_kernels()
         x = x if gather is None else x[gather]
@@ -163,14 +162,14 @@ def _by_kernel(
         assert asked.scale_rounding is not None  # the op has its name
         data, scale = cpu.quantize(
             x if along is None else _moved_apart(x, along),
-            fmt.squared if square else fmt,
+            fmt.squared if asked.square else fmt,
             axis=axes[0],
             scale_rounding=asked.scale_rounding,
             nonfinite=asked.nonfinite,
             global_scale=global_scale,
             seed=None if seed is None else Numbers(*seed),
         )
-        scale = _repeated(scale, fmt, axes[0], x.shape) if square else scale
+        scale = _repeated(scale, fmt, axes[0], x.shape) if asked.square else scale
         turned = fmt.turned(axes[0], asked.k_major)
         if turned and data.stride(-2) != 1:
             data = data.mT.contiguous().mT
@@ -193,18 +192,14 @@ def _by_kernel(
 
 
 def _one_by_one(
-    x: Tensor,
-    asked: quantizers.Request,
-    global_scale: Tensor,
-    seed: list[int] | None,
-    square: bool,
+    x: Tensor, asked: quantizers.Request, global_scale: Tensor, seed: list[int] | None
 ) -> list[Pair]:
     """Matrices of a batch, each with its own global scale."""
     if seed is not None:
         raise Unsupported("seed: kernels take one global scale where they round stochastically")
     matrices, lead = x.flatten(0, -3), x.shape[:-2]
     each = [
-        _by_kernel(matrix, asked, scalar, None, None, None, square)
+        _by_kernel(matrix, asked, scalar, None, None, None)
         for matrix, scalar in zip(matrices, global_scale.flatten(), strict=True)
     ]
     made = []

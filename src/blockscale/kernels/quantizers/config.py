@@ -77,6 +77,7 @@ class Request(NamedTuple):
         grouped: the rows belong to experts.
         k_major: data along columns is stored column by column, as 4-bit data always is.
         gather: what is quantized are rows of x in another order.
+        square: scales are of squares of elements, and stored for each of their rows, or columns.
     """
 
     format: str
@@ -88,6 +89,7 @@ class Request(NamedTuple):
     grouped: bool = False
     k_major: bool = False
     gather: bool = False
+    square: bool = False
 
     @property
     def fmt(self) -> Format:

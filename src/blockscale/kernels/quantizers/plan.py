@@ -90,6 +90,8 @@ def _unsupported(
         return missing()
     if gpu is None:
         return f"x is on {device}: the kernels run on CUDA devices"
+    if request.square:
+        return "square: no kernel on a GPU has one scale for a square of elements"
     format, axes, layouts = request.fmt, request.axes, request.layouts
     compact = set(layouts) == {"compact"}
     matrix = request.producer != "load" or request.grouped or request.gather or not compact

@@ -90,16 +90,20 @@ class DenseScheduler:
     def __init__(self, config: ProductConfig):
         self.config = config
 
+    def clusters(self, d, groups=None):
+        """How many clusters of tiles there are, down and across."""
+        return clusters_of(self.config.tile, self.config.cluster, *d.shape)
+
     def grid(self, d, multiprocessors, groups=None):
         """On the host: how many CTAs there are."""
-        config, size = self.config, self.config.cluster_size
-        down, across = clusters_of(config.tile, config.cluster, *d.shape)
+        size = self.config.cluster_size
+        down, across = self.clusters(d, groups)
         return cutlass.min(down * across, multiprocessors // size) * size
 
     def tiles(self, d, k_blocks, rank, k_part, groups=None, ring=None) -> DenseTiles:
         """On the device: those of a CTA that has the ``k_part``-th part of K."""
         config, split = self.config, self.config.split_k
-        clusters = clusters_of(config.tile, config.cluster, *d.shape)
+        clusters = self.clusters(d, groups)
         # as ``config.group``
         group = cutlass.select_(clusters[1] < WIDE, Int32(GROUP), Int32(WIDE_GROUP))
         begin, end = 0, k_blocks

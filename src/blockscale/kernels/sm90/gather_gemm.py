@@ -101,22 +101,18 @@ class GatherTiles:
 class GatherScheduler(DenseScheduler):
     """Each rank's rows are so many whole tiles."""
 
-    def grid(self, d, multiprocessors, shard):
-        own, across = self.clusters(Shard(*shard).own.shape[0], d.shape[1])
-        ranks = d.shape[0] // Shard(*shard).own.shape[0]
-        return cutlass.min(ranks * own * across, multiprocessors)
+    def clusters(self, d, shard):
+        rows = Shard(*shard).own.shape[0]
+        own, across = clusters_of(self.config.tile, self.config.cluster, rows, d.shape[1])
+        return d.shape[0] // rows * own, across
 
     def tiles(self, d, k_blocks, rank, k_part, shard, ring=None) -> GatherTiles:
+        found = replace(super().tiles(d, k_blocks, rank, k_part, shard), last_row=None)
         shard = Shard(*shard)
         given = shard.own, shard.data, shard.scale, shard.rank, shard.limit
         gathering = Gathering.of_launch(shard.memory, *given)
-        own, across = self.clusters(gathering.rows, d.shape[1])
-        found = super().tiles(d, k_blocks, rank, k_part)
-        found = replace(found, last_row=None, clusters=(gathering.ranks * own, across))
+        own = found.clusters[0] // gathering.ranks
         return GatherTiles(found, gathering, shard, self.config.tile[0], own)
-
-    def clusters(self, rows, columns):
-        return clusters_of(self.config.tile, self.config.cluster, rows, columns)
 
 
 @dataclass(frozen=True)
