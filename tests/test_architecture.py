@@ -21,7 +21,6 @@ PUBLIC = ("", "nn", "reference", "emulator", "distributed")
 #: Decorators of functions whose parameters another program reads.
 DECORATORS = {
     "operation": "torch.library: the schema of an op is flat",
-    "composite": "the same",
     "command": "typer: an option of a command is a parameter",
 }
 

@@ -20,6 +20,7 @@ from .hadamard import Hadamard
 from .layouts import layouts
 from .nn import Recipe, autocast, convert, quantize_, reuse_weights
 from .ops import FallbackWarning
+from .quantization import Quantization
 from .quantize import quantize, quantize_both
 from .routing import Routing, combine, route
 from .seed import Seed
@@ -35,6 +36,7 @@ __all__ = [
     "FallbackWarning",
     "Format",
     "Hadamard",
+    "Quantization",
     "Recipe",
     "Routing",
     "ScaledTensor",

@@ -153,3 +153,19 @@ def test_gradients_that_are_kept_elsewhere():
     model.layers[0].weight.main_grad = torch.zeros(128, 128)
     with pytest.raises(ValueError, match=r"layers\.0\.weight has main_grad, which each trial"):
         bisect(model, X, loss)
+
+
+@pytest.mark.parametrize("before", [NVFP4, bs.Recipe.nvfp4()])
+def test_recipes_that_round_stochastically(before):
+    """With the same numbers in each trial; layers count on from where they were."""
+    model = bs.convert(Model(3), before)
+    loss(model(X)).backward()
+    steps = {name: step.clone() for name, step in model.named_buffers() if "rounding" in name}
+    assert len(steps) == (3 if before.is_random else 0)
+    given = {"recipes": [bs.Recipe.nvfp4()]}
+    found, again = bisect(model, X, loss, **given), bisect(model, X, loss, **given)
+    assert found == again
+    assert {"Recipe.nvfp4()"} == {cost.format for cost in found.costs}
+    for name, step in model.named_buffers():
+        assert "rounding" not in name or torch.equal(step, steps[name])
+    assert all(layer.recipe == before for layer in model.layers)

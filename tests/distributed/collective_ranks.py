@@ -17,6 +17,7 @@ import blockscale as bs
 from blockscale.distributed import all_gather, all_gather_gemm, all_to_all, quantizer, shard_ops
 from blockscale.distributed.collectives import all_gather_named, pack
 from blockscale.distributed.shards import Shards
+from blockscale.nn.operand import Operand
 from blockscale.ops.operand_layout import OperandLayout
 
 FORMATS = ("mxfp8", "mxfp8_e5m2", "mxfp4", "nvfp4", "fp8_1x128", "fp8_128x128")
@@ -73,7 +74,7 @@ def tiled(rank: int, ranks: int) -> dict[str, bool]:
         for module in (quantizer, shard_ops):
             stack.enter_context(patch.object(module, "operand_layout", lambda *how: layout))
         for format in ("mxfp8", "nvfp4"):
-            how = quantizer.Quantizer(format, None)
+            how = quantizer.Quantizer(Operand(format, None))
             mine = Shards(x.chunk(ranks)[rank], 0, dist.group.WORLD)
             scale = mine.quantize(how, -1).global_scale
             for axis, got in ((-1, mine.rows(how)), (-2, mine.keep(how).whole())):

@@ -13,24 +13,24 @@ from blockscale.nn.gathered_ops import gathered_backward, gathered_fprop, number
 
 X = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
 W = torch.randn(96, 64, generator=torch.Generator().manual_seed(1))
-NAMES = "mxfp8", "mxfp8", "mxfp8", None
+RECIPE = bs.Recipe("mxfp8").text
 
 
 class Weight:
     def __init__(self, values):
         self.values = values
 
-    def quantized_forms(self, format, scale_rounding, *, rows, columns):
+    def quantized_forms(self, operand, *, rows, columns):
         if self.values is None:
             return None
-        return quantize_forms(self.values, format, scale_rounding, rows=rows, columns=columns)
+        return quantize_forms(self.values, operand, rows=rows, columns=columns)
 
 
 def fprop(handle):
     q = bs.quantize(X, "mxfp8")
     given = q.data, q.scale, None, "compact", [8, 64], X.dtype
     return torch.ops.blockscale.gathered_fprop(
-        *given, handle, [96, 64], None, *NAMES, torch.float32
+        *given, handle, [96, 64], None, RECIPE, torch.float32
     )
 
 
@@ -65,12 +65,12 @@ def test_fakes(wgrad):
     handle, q = number(weight), bs.quantize(X, "mxfp8")
     opcheck = partial(torch.library.opcheck, test_utils="test_faketensor")
     rows = q.data, q.scale, None, "compact", [8, 64], X.dtype
-    more = handle, [96, 64], None, *NAMES, torch.float32
+    more = handle, [96, 64], None, RECIPE, torch.float32
     opcheck(torch.ops.blockscale.gathered_fprop.default, (*rows, *more))
     columns = bs.quantize(X, "mxfp8", -2, pad=True)
     x = (columns.data, columns.scale) if wgrad else (None, None)
     given = torch.ones(8, 96), *x, None, "compact", [8, 64], X.dtype
-    more = handle, W.dtype, *NAMES, wgrad
+    more = handle, W.dtype, RECIPE, wgrad
     opcheck(torch.ops.blockscale.gathered_backward.default, (*given, *more))
 
 
@@ -80,11 +80,11 @@ def test_called_at_once():
     q = bs.quantize(X, "mxfp8")
     x = q.data, q.scale, None, "compact", [8, 64], X.dtype
     handle = number(weight)
-    got = gathered_fprop(*x, handle, [96, 64], None, *NAMES, torch.float32)
+    got = gathered_fprop(*x, handle, [96, 64], None, RECIPE, torch.float32)
     assert torch.equal(got, fprop(handle))
     grad = torch.ones(8, 96)
     (grad_x,) = gathered_backward(
-        grad, None, None, None, "compact", [8, 64], X.dtype, handle, W.dtype, *NAMES, False
+        grad, None, None, None, "compact", [8, 64], X.dtype, handle, W.dtype, RECIPE, False
     )
     assert torch.equal(grad_x, bs.gemm(bs.quantize(grad), bs.quantize(W, axis=-2), X.dtype))
 
@@ -92,7 +92,7 @@ def test_called_at_once():
 def test_gradients_that_ranks_have_quantized():
     weight = Weight(W)
     handle, q = number(weight), bs.quantize(torch.ones(8, 96), "mxfp8")
-    given = q.data, q.scale, None, "compact", [8, 96], handle, [96, 64], *NAMES, torch.float32
+    given = q.data, q.scale, None, "compact", [8, 96], handle, [96, 64], RECIPE, torch.float32
     op = torch.ops.blockscale.gathered_dgrad
     torch.library.opcheck(op.default, given, test_utils="test_faketensor")
     assert torch.equal(op(*given), bs.gemm(q, bs.quantize(W, axis=-2), torch.float32))

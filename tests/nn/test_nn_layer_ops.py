@@ -154,14 +154,14 @@ def test_a_graph_recorded_elsewhere():
     recipe = RECIPES["mxfp8"]
     x, w, _, g = operands(128, 128, 128)
     rows, columns = layer_ops.passes.quantized_activations(x, recipe, rows=True, columns=True)
-    names, rest = layer_ops.names_of(recipe), ("compact", [128, 128], BF16)
+    text, rest = recipe.text, ("compact", [128, 128], BF16)
 
     def passes():
         (y,) = torch.ops.blockscale.linear_fprop(
-            rows.qdata, rows.qscale, None, *rest, w, None, *names, BF16, True
+            rows.qdata, rows.qscale, None, *rest, w, None, text, BF16, True
         )
         grads = torch.ops.blockscale.linear_backward(
-            g, columns.qdata, columns.qscale, None, *rest, w, None, BF16, *names, True, True
+            g, columns.qdata, columns.qscale, None, *rest, w, None, BF16, text, True, True
         )
         return y, *grads
 
@@ -211,7 +211,7 @@ def test_the_ops_are_what_torch_expects(name):
     recipe = RECIPES[name]
     x, w, b, g = operands()
     rows, columns = layer_ops.passes.quantized_activations(x, recipe, rows=True, columns=True)
-    names = layer_ops.names_of(recipe)
+    text = recipe.text
     fprop = torch.ops.blockscale.linear_fprop.default
     given = (
         rows.qdata,
@@ -222,7 +222,7 @@ def test_the_ops_are_what_torch_expects(name):
         BF16,
         w,
         b,
-        *names,
+        text,
         BF16,
     )
     checks = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
@@ -234,7 +234,7 @@ def test_the_ops_are_what_torch_expects(name):
     for needs in ((True, True), (True, False), (False, True)):
         torch.library.opcheck(
             torch.ops.blockscale.linear_backward.default,
-            (g, *parts, w, scalar, BF16, *names, *needs),
+            (g, *parts, w, scalar, BF16, text, *needs),
             test_utils=checks,
         )
 
@@ -242,8 +242,8 @@ def test_the_ops_are_what_torch_expects(name):
 @pytest.mark.parametrize("needs_grad", [False, True])
 def test_the_whole_layer_is_an_op_that_torch_takes_apart(needs_grad):
     given = [x.requires_grad_(needs_grad) for x in operands()[:3]]
-    names = layer_ops.names_of(RECIPES["nvfp4"])
-    torch.library.opcheck(torch.ops.blockscale.linear.default, (*given, *names, BF16, ""))
+    text = RECIPES["nvfp4"].text
+    torch.library.opcheck(torch.ops.blockscale.linear.default, (*given, text, BF16, ""))
 
 
 def test_products_in_high_precision_are_torch_s():
@@ -259,10 +259,10 @@ from blockscale.kernels.common import compile_cache
 from blockscale.nn.compiled import fingerprint
 from stand_in import gpu
 
-print(fingerprint(torch.device("cpu"), "mxfp8", "mxfp8", "nvfp4"))
+print(fingerprint(torch.device("cpu"), blockscale.Recipe("nvfp4").text))
 for arch in ("sm_90a", "sm_100a"):
     with gpu(arch, lambda config: None):
-        print(fingerprint(torch.device("cpu"), "mxfp8", "mxfp8", "nvfp4"))
+        print(fingerprint(torch.device("cpu"), blockscale.Recipe("nvfp4").text))
 """
 
 

@@ -17,6 +17,7 @@ import blockscale as bs
 from blockscale import ops
 from blockscale.nn import Linear, clear_weight_cache, linear, reuse
 from blockscale.nn.forms import quantize_forms
+from blockscale.nn.operand import Operand
 
 
 @pytest.fixture
@@ -365,7 +366,7 @@ def test_a_new_parameter_refreshes(layer, block):
 def test_nothing_outlives_the_weight(block):
     layer = Linear(64, 32)
     layer(X)
-    forms = reuse.quantized_weight(layer.weight, "mxfp8", None, rows=True)
+    forms = reuse.quantized_weight(layer.weight, Operand("mxfp8", None), rows=True)
     q = weakref.ref(forms.rows)
     del forms
     weight = weakref.ref(layer.weight)

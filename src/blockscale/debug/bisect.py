@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..nn.conv1d import Conv1D
 from ..nn.linear import Linear
 from ..nn.recipe import PRODUCTS, Recipe, check_training_recipe
+from ..nn.seeds import number_of
 from ..watching import is_dtensor
 
 __all__ = ["Bisection", "Cost", "bisect"]
@@ -169,7 +170,11 @@ class _Trial:
 
     def _set(self, recipes: Mapping[str, Recipe]) -> None:
         for name, layer in self.layers.items():
-            layer.recipe = recipes.get(name, Recipe(high_precision=PRODUCTS))
+            layer.recipe = recipe = recipes.get(name, Recipe(high_precision=PRODUCTS))
+            if recipe.is_random and not layer.has_steps:
+                layer.set_rounding(recipe, number_of(name))
+            if layer.has_steps:
+                layer.rounding_step.zero_()  # the same random numbers each time
 
     def _loss(self) -> Tensor:
         """The same random numbers each time."""
@@ -238,12 +243,15 @@ def _called(model: nn.Module, batch: Any) -> Any:
 def _restored(model: nn.Module, layers: Mapping[str, Any]) -> Iterator[None]:
     """Recipes are in the end what they were, and buffers, which a forward may write to."""
     recipes = {name: layer.recipe for name, layer in layers.items()}
+    stepping = {name for name, layer in layers.items() if layer.has_steps}
     buffers = [(b, b.detach().clone()) for b in model.buffers()]
     try:
         yield
     finally:
         for name, layer in layers.items():
             layer.recipe = recipes[name]
+            if name not in stepping:
+                layer.set_rounding(None, 0)
         with torch.no_grad():
             for buffer, values in buffers:
                 buffer.copy_(values)

@@ -7,7 +7,6 @@ precision where anything but a layer over ranks reads it, and else nowhere, as n
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from ..nn.compiled import fingerprint
-from ..nn.layer_ops import names_of, recipe_of
+from ..nn.layer_ops import recipe_of
 from ..nn.output_dtype import output_dtype
 from ..nn.recipe import Recipe
 from ..ops.operation import composite
@@ -47,8 +46,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, gro
     """``x @ weight.T + bias`` of what this rank has."""
     given, out_dtype = (x, weight, bias), output_dtype(x)
     if torch.compiler.is_compiling():
-        names, precise = names_of(recipe), " ".join(recipe.high_precision)
-        how: Any = *names, precise, out_dtype, group, _known(x.device, group, *names[:3])
+        how: Any = recipe.text, out_dtype, group, _known(x.device, group, recipe.text)
         return parallel_multiply(*given, *how)
     return parallel_product.multiply(*given, recipe, out_dtype, group_of(group))
 
@@ -60,9 +58,9 @@ def reduce_output(y: Tensor, bias: Tensor | None, dim: int | None, group: str) -
     return gathered_input.reduce_output(y, bias, dim, group_of(group))
 
 
-def _known(device: torch.device, group: str, *formats: str) -> str:
+def _known(device: torch.device, group: str, recipe: str = "") -> str:
     """Return what a traced graph depends on, and what caches of graphs would not see otherwise."""
-    return f"{fingerprint(device, *formats)} {dist.get_world_size(group_of(group))}"
+    return f"{fingerprint(device, recipe)} {dist.get_world_size(group_of(group))}"
 
 
 # As torch.compiler.assume_constant_result does.
@@ -92,19 +90,13 @@ def parallel_multiply(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    activations: str,
-    weights: str,
-    gradients: str,
-    scale_rounding: str | None,
-    high_precision: str,
+    recipe: str,
     out_dtype: torch.dtype,
     group: str,
     fingerprint: str,
 ) -> Tensor:
-    recipe = recipe_of(activations, weights, gradients, scale_rounding)
-    recipe = replace(recipe, high_precision=tuple(high_precision.split()))
     given = _behind(x), weight, bias
-    return parallel_product.multiply(*given, recipe, out_dtype, group_of(group))
+    return parallel_product.multiply(*given, recipe_of(recipe), out_dtype, group_of(group))
 
 
 @composite

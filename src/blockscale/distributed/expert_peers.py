@@ -14,6 +14,7 @@ from ..formats import get_format
 from ..nn.experts_call import Call, ExpertsConfig
 from ..nn.group_checks import ExpertParameters
 from ..nn.group_operands import QuantizeInputs, Rows, Source
+from ..nn.operand import Operand
 from ..nn.recipe import Recipe
 from ..routing import Routing, route
 from ..tensor import ScaledTensor
@@ -122,7 +123,7 @@ class ExpertPeers:
     def send_quantized(self, x: Tensor, recipe: Recipe, role: str) -> QuantizedRows:
         """The same, quantized by rows."""
         tokens = self.tokens
-        quantizer = Quantizer(recipe.format_of(role).name, recipe.scale_rounding)
+        quantizer = Quantizer(recipe.operand(role))
         scale = quantizer.global_scale(x, self.group)
         whole = quantizer.quantize(_or_zeros(x).contiguous(), -1, scale)
         sent, columns = tokens.tokens, x.shape[1]
@@ -153,7 +154,7 @@ class ExpertPeers:
 
 def global_scale(x: Tensor, format: str, group: dist.ProcessGroup) -> Tensor | None:
     """Ranks find the global scale of what all of them have, if the format has one."""
-    return Quantizer(format, None).global_scale(x, group)
+    return Quantizer(Operand(format, None)).global_scale(x, group)
 
 
 def _or_zeros(rows: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 from ..nn.forms import Forms
 from ..nn.gathered_ops import number
 from ..nn.linear import Linear
+from ..nn.operand import Operand
 from ..nn.recipe import Recipe
 from ..watching import is_dtensor
 from .collectives import as_rows
@@ -214,7 +215,7 @@ class GatheredWeight(Tensor):
                 "(filter_fn)"
             )
         if not self.state.checked:  # before ranks wait for each other's other bytes
-            mine = tuple(outer_size), *self.quantizer[:2]
+            mine = tuple(outer_size), self.quantizer.operand
             check_alike("recipe of a weight", mine, mesh.get_group())
             self.state.checked = True
         alignment = self.quantizer.alignment
@@ -261,32 +262,28 @@ class GatheredWeight(Tensor):
 
     # --- layers -----------------------------------------------------------------------------------
 
-    def quantized_forms(
-        self, format: str, scale_rounding: str | None, *, rows: bool, columns: bool
-    ) -> Forms | None:
+    def quantized_forms(self, operand: Operand, *, rows: bool, columns: bool) -> Forms | None:
         """As products read it; None where it has values, which anybody may quantize."""
-        return self.state.quantized_forms(format, scale_rounding, rows=rows, columns=columns)
+        return self.state.quantized_forms(operand, rows=rows, columns=columns)
 
 
 def _fprop(*args: Any) -> list[Tensor]:
     """``linear_fprop``, as compilers record it, of a weight that may have been gathered."""
-    *x, weight, bias, activations, weights, gradients, rounding, out_dtype, wgrad = args
-    recipe = activations, weights, gradients, rounding
+    x, (weight, bias, recipe, out_dtype, *more) = args[:6], args[6:]
     if weight.master is not None:
-        found: list[Tensor] = _ops.linear_fprop(*x, weight.master, bias, *recipe, out_dtype, wgrad)
+        found: list[Tensor] = _ops.linear_fprop(*x, weight.master, bias, recipe, out_dtype, *more)
         return found
     shape = list(weight.shape)
-    return [_ops.gathered_fprop(*x, weight.handle, shape, bias, *recipe, out_dtype)]
+    return [_ops.gathered_fprop(*x, weight.handle, shape, bias, recipe, out_dtype)]
 
 
 def _backward(*args: Any) -> list[Tensor]:
     """``linear_backward`` likewise."""
-    *x, weight, w_global, w_dtype, activations, weights, gradients, rounding, dgrad, wgrad = args
-    more = w_dtype, activations, weights, gradients, rounding
+    x, (weight, w_global, w_dtype, recipe, dgrad, *more) = args[:7], args[7:]
     if weight.master is not None:
-        found = _ops.linear_backward(*x, weight.master, w_global, *more, dgrad, wgrad)
+        found = _ops.linear_backward(*x, weight.master, w_global, w_dtype, recipe, dgrad, *more)
     else:
-        found = _ops.gathered_backward(*x, weight.handle, *more, wgrad)
+        found = _ops.gathered_backward(*x, weight.handle, w_dtype, recipe, *more)
     made: list[Tensor] = found
     return made
 
@@ -344,6 +341,9 @@ def gather_quantized(
             continue
         if any(each.recipe != recipe for _, each in layers):
             continue
+        operand = recipe.operand("weights")
+        if operand.is_random or operand.is_transformed:
+            continue  # ranks would round, and transform, shards by themselves
         made = _made_of(weight, recipe, f"{name}.weight")
         parameter = nn.Parameter(made, requires_grad=weight.requires_grad)
         for _, each in layers:
@@ -352,7 +352,7 @@ def gather_quantized(
 
 
 def _made_of(weight: Tensor, recipe: Recipe, name: str) -> Tensor:
-    quantizer = Quantizer(recipe.format_of("weights").name, recipe.scale_rounding)
+    quantizer = Quantizer(recipe.operand("weights"))
     if not isinstance(weight, DTensor):
         return GatheredWeight.of(WeightState(quantizer, name, weight.detach()))
     quantizer = quantizer._replace(mesh=weight.device_mesh)

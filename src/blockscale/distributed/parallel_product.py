@@ -14,7 +14,6 @@ from ..nn import passes
 from ..nn.double_backward import refuse_double_backward
 from ..nn.forms import Forms, quantize_forms
 from ..nn.gathered_ops import gathered_dgrad, gathered_fprop
-from ..nn.layer_ops import names_of
 from ..nn.recipe import PRODUCTS, Recipe
 from ..tensor import ScaledTensor
 from .gathered_input import GatheredInput
@@ -33,7 +32,7 @@ class Call(NamedTuple):
     wgrad: bool
 
     def quantizer(self, role: str) -> Quantizer:
-        return Quantizer(self.recipe.format_of(role).name, self.recipe.scale_rounding)
+        return Quantizer(self.recipe.operand(role))
 
 
 def multiply(
@@ -128,7 +127,9 @@ def _forms(x: Tensor, call: Call, role: str, *, rows: bool, columns: bool) -> Fo
         return Forms(x.shards.rows(quantizer) if rows else None, by_columns)
     matrix = passes.matrix_of(x)
     scalar = quantizer.global_scale(matrix, call.group) if rows or columns else None
-    return quantize_forms(matrix, *quantizer[:2], rows=rows, columns=columns, global_scale=scalar)
+    return quantize_forms(
+        matrix, quantizer.operand, rows=rows, columns=columns, global_scale=scalar
+    )
 
 
 def _values(weight: Any) -> Tensor | None:
@@ -144,7 +145,7 @@ def _fprop(
     if values is None:
         parts = x.qdata, x.qscale, x.global_scale, x.layout_name, list(x.shape), x.dtype
         given = *parts, weight.handle, list(weight.shape), bias
-        return gathered_fprop(*given, *names_of(recipe), call.out_dtype)
+        return gathered_fprop(*given, recipe.text, call.out_dtype)
     # torch does not count all writes to a DTensor, so that nothing is kept in ``reuse_weights``
     made = partial(quantize_forms, global_scale=scalar)
     return passes.multiply(x, values, bias, recipe, call.out_dtype, made)[0]
@@ -159,7 +160,7 @@ def _dgrad(
     assert isinstance(g, ScaledTensor)  # weights of other recipes are not gathered so
     parts = g.qdata, g.qscale, g.global_scale, g.layout_name, list(g.shape)
     given = *parts, weight.handle, list(weight.shape)
-    return gathered_dgrad(*given, *names_of(recipe), dtype)
+    return gathered_dgrad(*given, recipe.text, dtype)
 
 
 def _matrix(x: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..formats import get_format
 from ..layouts import TILE_ROWS
+from ..nn.operand import Operand
 from ..ops.operand_layout import operand_layout
 from ..ops.quantize import global_scale
 from ..quantize import quantize
@@ -23,16 +24,19 @@ __all__ = ["Quantizer", "warn_of_cut_blocks"]
 
 
 class Quantizer(NamedTuple):
-    """Quantizes shards of a matrix: its format, and the rounding of its scales, as the product has
-    them that reads it.
+    """Quantizes shards of a matrix, as the product has it that reads it: neither transformed nor
+    rounded stochastically.
 
     Attributes:
         mesh: its ranks have other parts of the matrix, beside those of the group that gathers.
     """
 
-    format: str
-    scale_rounding: str | None
+    operand: Operand
     mesh: DeviceMesh | None = None
+
+    @property
+    def format(self) -> str:
+        return self.operand.format
 
     @property
     def alignment(self) -> int:
@@ -44,8 +48,9 @@ class Quantizer(NamedTuple):
     ) -> ScaledTensor:
         # columns lie in memory as products read them: to turn them later costs as much again
         k_major = axis == -2 and operand_layout(self.format, x.device).k_major
-        rounding = self.scale_rounding
         how: dict[str, Any] = {"global_scale": global_scale, "layout": layout, "pad": True}
+        how["square"] = (self.operand.rows if axis == -1 else self.operand.columns).square
+        rounding = self.operand.scale_rounding
         return quantize(x, self.format, axis, scale_rounding=rounding, k_major=k_major, **how)
 
     def travelling_layout(self, shard: Tensor) -> str:

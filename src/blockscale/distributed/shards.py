@@ -133,6 +133,6 @@ class Kept:
         matrix, quantizer = values.reshape(-1, values.shape[-1]), self._quantizer
         if quantizer is None:
             return matrix
-        found = quantize_forms(matrix, *quantizer[:2], columns=True).columns
+        found = quantize_forms(matrix, quantizer.operand, columns=True).columns
         assert found is not None
         return found

@@ -214,6 +214,19 @@ def _split(style: Style, module: nn.Module, mesh: DeviceMesh, dim: int) -> nn.Mo
 def _check_blocks(layer: Linear, mesh: DeviceMesh, dim: int) -> None:
     check_mesh(mesh, "tp")
     recipe = layer.recipe
+    for role in ("activations", "gradients"):
+        if not recipe.operand(role).is_plain:
+            raise NotImplementedError(
+                f"recipe: {role} are rounded stochastically, or transformed, which layers over "
+                "ranks do not do yet; convert these layers by a recipe that rounds them to "
+                "nearest, as Recipe('nvfp4'), or share the model by FSDP"
+            )
+    weights = recipe.operand("weights")
+    if weights.is_random or weights.is_transformed:
+        raise NotImplementedError(
+            "recipe: weights are rounded stochastically, or transformed, which layers over ranks "
+            "do not do; convert these layers by a recipe that rounds them to nearest"
+        )
     roles = "weights", "gradients" if dim == 0 else "activations"
     block = max(max(get_format(recipe.format_of(role).name).block) for role in roles)
     name, size = ("out_features", "in_features")[dim], layer.weight.shape[dim]

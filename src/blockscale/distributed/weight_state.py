@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..formats import get_format
 from ..nn.forms import Forms
+from ..nn.operand import Operand
 from ..nn.reuse import kept_with
 from ..tensor import ScaledTensor
 from .collectives import all_gather_named
@@ -138,18 +139,14 @@ class WeightState:
             return make()
         return kept_with(self.values, (self.writes.count, self.quantizer, *key), make)
 
-    def quantized_forms(
-        self, format: str, scale_rounding: str | None, *, rows: bool, columns: bool
-    ) -> Forms | None:
+    def quantized_forms(self, operand: Operand, *, rows: bool, columns: bool) -> Forms | None:
         """As products read it; None where it has values, which anybody may quantize."""
         if self.gathered is None:
             return None
-        if (format, scale_rounding) != self.quantizer[:2]:
+        if operand != self.quantizer.operand:
             raise ValueError(
-                f"weight: was gathered as {self.quantizer.format} (scales "
-                f"{self.quantizer.scale_rounding}), its layer multiplies {format} (scales "
-                f"{scale_rounding}); call blockscale.distributed.gather_quantized after recipes "
-                "are set"
+                f"weight: was gathered as {self.quantizer.operand}, its layer multiplies {operand};"
+                " call blockscale.distributed.gather_quantized after recipes are set"
             )
         made = [
             as_operand(self.gathered.along(axis)) if wanted else None

@@ -17,6 +17,7 @@ from .recipe import Recipe
 from .report import ConversionReport
 from .reuse import clear_weight_cache, reuse_weights
 from .router import Router, choose_experts, load_balancing_loss
+from .seeds import LayerSeed, set_rounding_step
 
 __all__ = [
     "DEFAULT_EXCLUDE",
@@ -25,6 +26,7 @@ __all__ = [
     "GatedActivation",
     "GatedExperts",
     "GroupedLinear",
+    "LayerSeed",
     "Linear",
     "MainGradients",
     "MoE",
@@ -44,4 +46,5 @@ __all__ = [
     "quantized_linear",
     "register_experts",
     "reuse_weights",
+    "set_rounding_step",
 ]

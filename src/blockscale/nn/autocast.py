@@ -42,7 +42,7 @@ class autocast(TorchFunctionMode):
     ...         exact = other(batch)  # in high precision
 
     Raises TypeError for a recipe that is none and for an ``enabled`` that is not True or False,
-    ValueError for a recipe that quantizes weights only.
+    ValueError for a recipe that quantizes weights only, and for one that rounds stochastically.
     A product in torch.utils.checkpoint raises RuntimeError where autocast was entered outside: the
     backward computes the product again, and outside of it. Convert the model, or enter it inside:
 
@@ -55,6 +55,11 @@ class autocast(TorchFunctionMode):
     def __init__(self, recipe: Recipe, enabled: bool = True) -> None:
         check_training_recipe(recipe)
         check_flag("enabled", enabled)
+        if recipe.is_random:
+            raise ValueError(
+                f"recipe: {recipe} rounds stochastically, and autocast knows no layers that could "
+                "count steps; call blockscale.convert"
+            )
         super().__init__()
         self.recipe = recipe
         self.enabled = enabled

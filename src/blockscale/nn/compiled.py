@@ -20,8 +20,9 @@ from ..ops.operand_layout import operand_layout
 from ..ops.operation import composite
 from ..watching import has_transform
 from .functions import CompiledLinear, TransformedLinear
-from .layer_ops import names_of, recipe_of
+from .layer_ops import recipe_of
 from .recipe import Recipe
+from .seeds import LayerSeed, numbers_of, seed_of_numbers
 
 __all__ = ["compiled_linear", "fingerprint"]
 
@@ -30,11 +31,17 @@ _TRACED = "distributed", "layouts", "nn", "ops"
 
 
 def compiled_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, out_dtype: torch.dtype
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    recipe: Recipe,
+    out_dtype: torch.dtype,
+    seed: LayerSeed | None,
 ) -> Tensor:
     """``linear`` of checked operands; no product is in high precision."""
-    names = names_of(recipe)
-    return linear(x, weight, bias, *names, out_dtype, fingerprint(x.device, *names[:3]))
+    text = recipe.text
+    numbers = numbers_of(seed)
+    return linear(x, weight, bias, text, out_dtype, fingerprint(x.device, text), *numbers)
 
 
 @composite
@@ -42,22 +49,24 @@ def linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    activations: str,
-    weights: str,
-    gradients: str,
-    scale_rounding: str | None,
+    recipe: str,
     out_dtype: torch.dtype,
     fingerprint: str,
+    seed: list[int] | None = None,
+    step: Tensor | None = None,
 ) -> Tensor:
     """``x @ weight.T + bias``; ``fingerprint``: of what this call was recorded for."""
     trains = torch.is_grad_enabled()
     dgrad, wgrad = trains and x.requires_grad, trains and weight.requires_grad
     function: Any = TransformedLinear if has_transform() else CompiledLinear
-    recipe = recipe_of(activations, weights, gradients, scale_rounding)
-    return function.apply(x, weight, bias, recipe, out_dtype, dgrad, wgrad)
+    given = recipe_of(recipe), out_dtype, dgrad, wgrad, seed_of_numbers(seed, step)
+    return function.apply(x, weight, bias, *given)
 
 
-def fingerprint(device: torch.device, *formats: str) -> str:
+def fingerprint(device: torch.device, recipe: str = "") -> str:
+    """Of what is traced on a device, of layers with the text of a recipe."""
+    roles = ("activations", "weights", "gradients") if recipe else ()
+    formats = [recipe_of(recipe).format_of(role).name for role in roles]
     layouts = [operand_layout(format, device) for format in formats]
     gpu = gpu_of(device)
     known = _sources(), gpu and gpu.arch, layouts

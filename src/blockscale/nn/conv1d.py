@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from .linear import linear
 from .recipe import Recipe
+from .seeds import Stepping
 from .unscripted import Unscripted
 
 __all__ = ["Conv1D"]
 
 
-class Conv1D(Unscripted, torch.nn.Module):
+class Conv1D(Unscripted, Stepping):
     """A linear layer whose weight is (in, out), as transformers' Conv1D; made by :func:`convert`.
 
     Its weight is transposed in every forward pass.
@@ -23,7 +23,8 @@ class Conv1D(Unscripted, torch.nn.Module):
     bias: Tensor | None
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight.mT.contiguous(), self.bias, recipe=self.recipe)
+        weight, seed = self.weight.mT.contiguous(), self.next_seed()
+        return linear(x, weight, self.bias, recipe=self.recipe, seed=seed)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={self.recipe}".removeprefix(", ")

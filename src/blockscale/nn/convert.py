@@ -13,6 +13,7 @@ from .hf_experts import Experts
 from .kinds import CONVERTED, GROUPED, OWN, QUANTIZED, Kind
 from .recipe import Recipe, check_training_recipe
 from .report import ConversionReport, Entry, publish
+from .seeds import Stepping, number_of
 from .survey import (
     FilterFn,
     by_override,
@@ -82,6 +83,7 @@ def convert(
         raise nothing_was("converted", left)
     for name, module, kind in layers:
         check_lazy(name, module)
+        _check_rounding(name, kind, recipe.of(name))
         if kind.converted in GROUPED:
             check_recipe_of_groups(recipe.of(name))
     entries = []
@@ -96,7 +98,11 @@ def convert(
             if isinstance(module, Experts):
                 module.find_activation()
         entries.append(entry_of(name, module, how))
-        module.recipe = recipe.of(name)  # type: ignore[assignment]
+        found = recipe.of(name)
+        assert found is not None  # else it was left alone
+        module.recipe = found  # type: ignore[assignment]
+        if isinstance(module, Stepping):
+            module.set_rounding(found, number_of(name))
     for name, module in model.named_modules():
         left_alone = recipe.of(name) is None and (filter_fn is None or filter_fn(module, name))
         if left_alone and _is_converted(module) and not _is_a_subclass(module):
@@ -104,6 +110,16 @@ def convert(
     set_fast_paths(model, CONVERTED + QUANTIZED)
     publish(report_on(model, layers, entries, left), report)
     return model
+
+
+def _check_rounding(name: str, kind: Kind, recipe: Recipe | None) -> None:
+    """ValueError of stochastic rounding in a layer that counts no steps."""
+    if recipe is not None and recipe.is_random and not issubclass(kind.converted, Stepping):
+        raise ValueError(
+            f"recipe: {name} is a {kind.converted.__name__}, which does not round stochastically "
+            f"yet; give it another recipe: overrides={{{name!r}: blockscale.Recipe('nvfp4')}}, or "
+            "None to leave it alone"
+        )
 
 
 def _obstacle(kind: Kind, module: torch.nn.Module) -> str:
@@ -164,7 +180,11 @@ def _restore(module: torch.nn.Module) -> None:
     """Make a converted layer what it was."""
     if isinstance(module, OWN):
         module.recipe = module.__dict__.pop(_BEFORE)
+        if isinstance(module, Stepping):
+            module.set_rounding(module.recipe, 0)
         return
+    if isinstance(module, Stepping):
+        module.set_rounding(None, 0)
     restore(module)
     del module.recipe
     forget_activation(module)

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..ops.operand_layout import operand_layout
+from ..quantization import Quantization
 from ..quantize import quantize, quantize_both
+from ..seed import Seed
 from ..tensor import ScaledTensor
+from .operand import Operand
 
-__all__ = ["Forms", "quantize_forms"]
+__all__ = ["Forms", "SeedOf", "quantize_forms"]
+
+#: The seed of an operand of a shape.
+SeedOf = Callable[[Sequence[int]], Seed]
 
 
 class Forms(NamedTuple):
@@ -22,28 +30,64 @@ class Forms(NamedTuple):
 
 def quantize_forms(
     x: Tensor,
-    format: str,
-    scale_rounding: str | None,
+    operand: Operand,
     *,
     rows: bool = False,
     columns: bool = False,
     global_scale: Tensor | None = None,
+    seed: SeedOf | None = None,
 ) -> Forms:
-    """The forms of ``x`` (M, K), or of a batch (G, M, K), that are asked for, both from one read.
+    """The forms of ``x`` (M, K), or of a batch (G, M, K), that are asked for, both from one read
+    where both are quantized alike.
 
     They lie in memory as its device multiplies them, a batch as products of groups read it. The
-    contraction is padded with zeros to whole blocks. ``global_scale`` is that of a form made
-    before: NVFP4's costs a read of ``x``.
+    contraction is padded with zeros to whole blocks, and to those of a transform: a form that is
+    transformed has the shape of what was padded. ``global_scale`` is that of a form made before,
+    which was not transformed: NVFP4's costs a read of ``x``. ``seed``: for an operand that is
+    rounded stochastically.
     """
     if not (rows or columns):
         return Forms()
-    layout, k_major = operand_layout(format, x.device)
+    layout, k_major = operand_layout(operand.format, x.device)
     if x.dim() > 2:  # scales of a batch have no other layout
         layout, k_major = "compact", True
-    how: Any = {"scale_rounding": scale_rounding, "layout": layout, "pad": True, "k_major": k_major}
-    if global_scale is not None:
-        how["global_scale"] = global_scale
-    if rows and columns:
-        return Forms(*quantize_both(x, format, **how))
-    one = quantize(x, format, -1 if rows else -2, **how)
-    return Forms(rows=one) if rows else Forms(columns=one)
+    how: Any = {"scale_rounding": operand.scale_rounding, "layout": layout, "pad": True}
+    how["k_major"] = k_major
+    if rows and columns and operand.rows == operand.columns and operand.rows.hadamard is None:
+        how |= _arguments(operand.rows, x.shape, global_scale, seed)
+        return Forms(*quantize_both(x, operand.format, **how))
+    made: dict[str, ScaledTensor] = {}
+    for name, axis, asked in (("rows", -1, rows), ("columns", -2, columns)):
+        if asked:
+            given = _padded(x, axis, operand.contraction(axis, x.shape[axis]))
+            quantization = getattr(operand, name)
+            more = _arguments(quantization, given.shape, global_scale, seed)
+            more["hadamard"] = quantization.hadamard
+            made[name] = quantize(given, operand.format, axis, **more, **how)
+    return Forms(**made)
+
+
+def _arguments(
+    quantization: Quantization,
+    shape: Sequence[int],
+    global_scale: Tensor | None,
+    seed: SeedOf | None,
+) -> dict[str, Any]:
+    """Of ``quantize``."""
+    found: dict[str, Any] = {"square": quantization.square}
+    if global_scale is not None and quantization.hadamard is None:
+        found["global_scale"] = global_scale
+    if quantization.stochastic:
+        if seed is None:
+            raise ValueError(
+                "seed: got None, and the recipe rounds stochastically; pass a blockscale.nn."
+                "LayerSeed, or call a layer, which has one for each step"
+            )
+        found["seed"] = seed(shape)
+    return found
+
+
+def _padded(x: Tensor, axis: int, size: int) -> Tensor:
+    """``x`` with zeros up to ``size`` along ``axis``: transforms mix them with what is there."""
+    more = size - x.shape[axis]
+    return torch.nn.functional.pad(x, (0, more) if axis == -1 else (0, 0, 0, more)) if more else x

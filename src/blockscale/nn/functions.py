@@ -10,20 +10,26 @@ from torch import Tensor
 
 from . import passes
 from .double_backward import refuse_double_backward
-from .layer_ops import linear_backward, linear_fprop, names_of
+from .layer_ops import linear_backward, linear_fprop
 from .layer_plan import LayerPlan, Metadata
 from .main_grad import leaf_of, open_main_grad
 from .quantize_launches import Parts
 from .recipe import Recipe
+from .seeds import LayerSeed, numbers_of, seed_of_numbers
 
 __all__ = ["CompiledLinear", "PlannedLinear", "QuantizedLinear", "TransformedLinear"]
 
 
 def _save_metadata(
-    ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe
+    ctx: Any,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    recipe: Recipe,
+    seed: LayerSeed | None,
 ) -> None:
     dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
-    ctx.about = Metadata(recipe, x.shape, dtypes)
+    ctx.about, ctx.seed = Metadata(recipe, x.shape, dtypes), numbers_of(seed)[0]
 
 
 class QuantizedLinear(torch.autograd.Function):
@@ -39,26 +45,30 @@ class QuantizedLinear(torch.autograd.Function):
         out_dtype: torch.dtype,
         dgrad: bool,
         wgrad: bool,
+        seed: LayerSeed | None,
     ) -> Tensor:
-        y, x_kept, scalar = passes.fprop(x, weight, bias, recipe, out_dtype, wgrad, dgrad)
+        y, x_kept, scalar = passes.fprop(x, weight, bias, recipe, out_dtype, wgrad, dgrad, seed)
         # the weight itself: whoever gathers it anew for the backward frees it until then
         ctx.save_for_backward(
             x_kept if wgrad else None,
             weight if dgrad else None,
             scalar if dgrad else None,
+            # the step, too: checkpointing repeats the forward for what is saved, by another one
+            numbers_of(seed)[1],
         )
         ctx.leaf = leaf_of("weight", weight) if wgrad else None
-        _save_metadata(ctx, x, weight, bias, recipe)
+        _save_metadata(ctx, x, weight, bias, recipe, seed)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         main_grad = open_main_grad("weight", ctx.leaf)
         with torch.no_grad():
-            given = ctx.needs_input_grad[:3], ctx.about, grad
-            x, weight, scalar = ctx.saved_tensors
+            x, weight, scalar, step = ctx.saved_tensors
+            about = ctx.about._replace(seed=seed_of_numbers(ctx.seed, step))
+            given = ctx.needs_input_grad[:3], about, grad
             gradients = passes.gradients(*given, x, weight, scalar, main_grad=main_grad)
-        return *refuse_double_backward(gradients), None, None, None, None
+        return *refuse_double_backward(gradients), None, None, None, None, None
 
 
 class PlannedLinear(torch.autograd.Function):
@@ -115,9 +125,12 @@ class CompiledLinear(torch.autograd.Function):
         out_dtype: torch.dtype,
         dgrad: bool,
         wgrad: bool,
+        seed: LayerSeed | None,
     ) -> Tensor:
         matrix = passes.matrix_of(x)
-        rows, columns = passes.quantized_activations(matrix, recipe, rows=True, columns=wgrad)
+        rows, columns = passes.quantized_activations(
+            matrix, recipe, rows=True, columns=wgrad, seed=seed
+        )
         assert rows is not None
         y, *scalar = linear_fprop(
             rows.qdata,
@@ -128,9 +141,10 @@ class CompiledLinear(torch.autograd.Function):
             x.dtype,
             weight,
             bias,
-            *names_of(recipe),
+            recipe.text,
             out_dtype,
             wgrad,
+            *numbers_of(seed),
         )
         ctx.save_for_backward(
             weight if dgrad else None,
@@ -138,16 +152,17 @@ class CompiledLinear(torch.autograd.Function):
             None if columns is None else columns.qdata,
             None if columns is None else columns.qscale,
             None if columns is None else columns.global_scale,
+            numbers_of(seed)[1],
         )
         ctx.x_layout = rows.layout_name
-        _save_metadata(ctx, x, weight, bias, recipe)
+        _save_metadata(ctx, x, weight, bias, recipe, seed)
         return passes.unflatten_rows(y, x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         dgrad, wgrad, bias_grad = ctx.needs_input_grad[:3]
-        recipe, x_shape, (x_dtype, w_dtype, bias_dtype) = ctx.about
-        weight, scalar, data, scale, x_scalar = ctx.saved_tensors
+        recipe, x_shape, (x_dtype, w_dtype, bias_dtype), _ = ctx.about
+        weight, scalar, data, scale, x_scalar, step = ctx.saved_tensors
         grad_x = grad_weight = grad_bias = None
         g = passes.matrix_of(grad)
         if dgrad or wgrad:
@@ -162,9 +177,11 @@ class CompiledLinear(torch.autograd.Function):
                 weight,
                 scalar,
                 w_dtype,
-                *names_of(recipe),
+                recipe.text,
                 dgrad,
                 wgrad,
+                ctx.seed,
+                step,
             )
             if dgrad:
                 grad_x = made[0].reshape(x_shape)
@@ -172,7 +189,7 @@ class CompiledLinear(torch.autograd.Function):
                 grad_weight = made[-1]
         if bias_grad:
             grad_bias = g.sum(0, dtype=torch.float32).to(bias_dtype)
-        return grad_x, grad_weight, grad_bias, None, None, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None, None, None
 
 
 class TransformedLinear(torch.autograd.Function):
@@ -187,25 +204,29 @@ class TransformedLinear(torch.autograd.Function):
         out_dtype: torch.dtype,
         dgrad: bool,
         wgrad: bool,
+        seed: LayerSeed | None,
     ) -> Tensor:
-        return passes.fprop(x, weight, bias, recipe, out_dtype, False, False)[0]
+        return passes.fprop(x, weight, bias, recipe, out_dtype, False, False, seed)[0]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, weight, bias, recipe, *_ = inputs
-        ctx.save_for_backward(x, weight)
-        _save_metadata(ctx, x, weight, bias, recipe)
+        x, weight, bias, recipe, *_, seed = inputs
+        ctx.save_for_backward(x, weight, numbers_of(seed)[1])
+        _save_metadata(ctx, x, weight, bias, recipe, seed)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        x, weight, step = ctx.saved_tensors
+        about = ctx.about._replace(seed=seed_of_numbers(ctx.seed, step))
         with torch.no_grad():
             rows, needs, recipe = passes.matrix_of(x), ctx.needs_input_grad[:3], ctx.about.recipe
             columns = needs[1] and passes.quantized_products(recipe)["wgrad"]
-            kept = passes.quantized_activations(rows, recipe, rows=False, columns=columns).columns
+            kept = passes.quantized_activations(
+                rows, recipe, rows=False, columns=columns, seed=about.seed
+            ).columns
             x_kept = rows if kept is None else kept
-            gradients = passes.gradients(needs, ctx.about, grad, x_kept, weight, None)
-        return *refuse_double_backward(gradients, grad, x, weight), None, None, None, None
+            gradients = passes.gradients(needs, about, grad, x_kept, weight, None)
+        return *refuse_double_backward(gradients, grad, x, weight), None, None, None, None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:

@@ -23,6 +23,8 @@ from . import passes
 from .forms import Forms
 from .layer_ops import activation_of, recipe_of
 from .layer_plan import Metadata
+from .operand import Operand
+from .seeds import seed_of_numbers
 
 __all__ = ["QuantizedElsewhere", "gathered_backward", "gathered_dgrad", "gathered_fprop", "number"]
 
@@ -30,9 +32,7 @@ __all__ = ["QuantizedElsewhere", "gathered_backward", "gathered_dgrad", "gathere
 class QuantizedElsewhere(Protocol):
     """What may be asked for its forms; a layer quantizes anything else itself."""
 
-    def quantized_forms(
-        self, format: str, scale_rounding: str | None, *, rows: bool, columns: bool
-    ) -> Forms | None: ...
+    def quantized_forms(self, operand: Operand, *, rows: bool, columns: bool) -> Forms | None: ...
 
 
 _numbers = count()  # none is given twice
@@ -55,8 +55,7 @@ def _quantizer(handle: Tensor) -> Callable[..., Forms]:
 def _forms(
     handle: int,
     weight: Tensor,
-    format: str,
-    scale_rounding: str | None,
+    operand: Operand,
     *,
     rows: bool = False,
     columns: bool = False,
@@ -68,7 +67,7 @@ def _forms(
             "weight: the gathered weight of this compiled code is gone; keep the module until its "
             "backward has run"
         )
-    forms = found.quantized_forms(format, scale_rounding, rows=rows, columns=columns)
+    forms = found.quantized_forms(operand, rows=rows, columns=columns)
     if forms is None:
         raise RuntimeError(
             f"weight: {found} was gathered quantized when this code was compiled, and has values "
@@ -94,18 +93,14 @@ def gathered_fprop(
     handle: Tensor,
     w_shape: list[int],
     bias: Tensor | None,
-    activations: str,
-    weights: str,
-    gradients: str,
-    scale_rounding: str | None,
+    recipe: str,
     out_dtype: torch.dtype,
 ) -> Tensor:
     """``linear_fprop`` with the weight (N, K) of this number. Its global scale is the weight's own,
     which the backward finds there."""
-    recipe = recipe_of(activations, weights, gradients, scale_rounding)
-    metadata = Metadata(recipe, torch.Size(x_shape), (x_dtype, x_dtype, None))
+    metadata = Metadata(recipe_of(recipe), torch.Size(x_shape), (x_dtype, x_dtype, None))
     x = activation_of(metadata, x_layout, (x_data, x_scale, x_global), -1)
-    return passes.multiply(x, handle, bias, recipe, out_dtype, _quantizer(handle))[0]
+    return passes.multiply(x, handle, bias, metadata.recipe, out_dtype, _quantizer(handle))[0]
 
 
 def _fake_backward(
@@ -127,15 +122,14 @@ def gathered_backward(
     x_dtype: torch.dtype,
     handle: Tensor,
     w_dtype: torch.dtype,
-    activations: str,
-    weights: str,
-    gradients: str,
-    scale_rounding: str | None,
+    recipe: str,
     wgrad: bool,
+    seed: list[int] | None = None,
+    step: Tensor | None = None,
 ) -> list[Tensor]:
     """``linear_backward`` with ``dgrad``, which reads the weight of this number."""
-    recipe = recipe_of(activations, weights, gradients, scale_rounding)
-    metadata = Metadata(recipe, torch.Size(x_shape), (x_dtype, w_dtype, None))
+    found = seed_of_numbers(seed, step)
+    metadata = Metadata(recipe_of(recipe), torch.Size(x_shape), (x_dtype, w_dtype, None), found)
     x: ScaledTensor | None = None
     if x_data is not None and x_scale is not None:
         x = activation_of(metadata, x_layout, (x_data, x_scale, x_global), -2)
@@ -159,15 +153,13 @@ def gathered_dgrad(
     g_shape: list[int],
     handle: Tensor,
     w_shape: list[int],
-    activations: str,
-    weights: str,
-    gradients: str,
-    scale_rounding: str | None,
+    recipe: str,
     out_dtype: torch.dtype,
 ) -> Tensor:
     """``g @ weight`` of a gradient (M, N) that was quantized along -1, and the weight (N, K) of
     this number."""
-    recipe = recipe_of(activations, weights, gradients, scale_rounding)
-    given: Any = {"format": gradients, "shape": g_shape, "dtype": out_dtype, "layout": g_layout}
+    found = recipe_of(recipe)
+    format = found.format_of("gradients")
+    given: Any = {"format": format, "shape": g_shape, "dtype": out_dtype, "layout": g_layout}
     g = ScaledTensor(g_data, g_scale, global_scale=g_global, **given)
-    return passes.data_gradient(g, handle, None, recipe, out_dtype, _quantizer(handle))
+    return passes.data_gradient(g, handle, None, found, out_dtype, _quantizer(handle))

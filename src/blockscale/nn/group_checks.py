@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..checks import choose
-from ..formats import formats
+from ..formats import formats, get_format
 from ..routing import INTEGERS, Routing
 from ..tensor import ScaledTensor
 from ..tensor_checks import DTYPES, check_is_tensor, check_offsets, is_looked_at
@@ -42,6 +42,12 @@ def check_recipe_of_groups(recipe: Recipe | None) -> None:
     if recipe is None:
         return
     check_training_recipe(recipe)
+    if not recipe.is_plain:
+        raise ValueError(
+            f"recipe: {recipe} does more than round to nearest, which experts do not know yet; "
+            "give them a recipe of their own: overrides={'*.experts': blockscale.Recipe("
+            f"{get_format(recipe.format).name!r})}}"
+        )
     activations, gradients = recipe.format_of("activations"), recipe.format_of("gradients")
     for role, found in (("activations", activations), ("gradients", gradients)):
         if found.block[0] > 1 or (found.element.bits not in (4, 8)):

@@ -139,12 +139,12 @@ def _quantized(weight: Weight, product: Product, *, columns: bool) -> ScaledTens
     given: Any = {"rows": not columns, "columns": columns}
 
     def made(each: Tensor, scale: Tensor | None = None) -> ScaledTensor:
-        how = format.name, recipe.scale_rounding
+        how = recipe.operand("weights")
         if scale is None:
             scalar = product.weight_scale
-            forms = quantized_weight(each, *how, **given, dgrad=dgrad, global_scale=scalar)
+            forms = quantized_weight(each, how, **given, dgrad=dgrad, global_scale=scalar)
         else:  # it depends on the other stack: nothing to be reused
-            forms = quantize_forms(each, *how, **given, global_scale=scale)
+            forms = quantize_forms(each, how, **given, global_scale=scale)
         found = forms.columns if columns else forms.rows
         assert found is not None
         return found

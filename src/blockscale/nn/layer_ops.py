@@ -7,12 +7,13 @@ the host longer than a launch. What ``reuse_weights`` keeps is not taken.
 
 from __future__ import annotations
 
-from functools import lru_cache
+import json
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
-from ..formats import Format, get_format
+from ..formats import Format
 from ..kernels.common.gpu import Gpu, Unsupported
 from ..kernels.common.runtime import Described, describe, gpu_of
 from ..ops.operand_layout import operand_layout
@@ -24,34 +25,25 @@ from .layer_plan import BackwardPlan, FpropPlan, Layer, Metadata
 from .plan_cache import planned
 from .quantize_launches import MatrixLaunch
 from .recipe import Recipe
+from .seeds import seed_of_numbers
 
-__all__ = ["activation_of", "linear_backward", "linear_fprop", "names_of", "recipe_of"]
-
-Names = tuple[str, str, str, str | None]
-
-
-def names_of(recipe: Recipe) -> Names:
-    """A recipe as the ops take it: formats of activations, weights, gradients; scale_rounding."""
-    of = recipe.format_of
-    return of("activations").name, of("weights").name, of("gradients").name, recipe.scale_rounding
+__all__ = ["activation_of", "linear_backward", "linear_fprop", "recipe_of"]
 
 
 @lru_cache
-def recipe_of(*names: str | None) -> Recipe:
-    """The recipe of these names."""
-    activations, weights, gradients, scale_rounding = names
-    assert activations is not None
-    return Recipe(activations, None, weights, gradients, scale_rounding)
+def recipe_of(text: str) -> Recipe:
+    """The recipe that has this ``text``, as ops take it."""
+    return Recipe.from_dict(json.loads(text))
 
 
 # --- fprop ----------------------------------------------------------------------------------------
 
 
 def _fake_fprop(
-    x_data: Tensor, x_shape: list[int], weight: Tensor, weights: str, out_dtype: torch.dtype
+    x_data: Tensor, x_shape: list[int], weight: Tensor, recipe: str, out_dtype: torch.dtype
 ) -> list[Tensor]:
     y = x_data.new_empty([x_shape[0], weight.shape[0]], dtype=out_dtype)
-    if not get_format(weights).has_global_scale:
+    if not recipe_of(recipe).format_of("weights").has_global_scale:
         return [y]
     return [y, x_data.new_empty((), dtype=torch.float32)]
 
@@ -66,21 +58,20 @@ def linear_fprop(
     x_dtype: torch.dtype,
     weight: Tensor,
     bias: Tensor | None,
-    activations: str,
-    weights: str,
-    gradients: str,
-    scale_rounding: str | None,
+    recipe: str,
     out_dtype: torch.dtype,
     wgrad: bool,
+    seed: list[int] | None = None,
+    step: Tensor | None = None,
 ) -> list[Tensor]:
     """``x @ weight.T + bias``, and the weight's global scale where its format has one.
 
     ``x`` (M, K) is quantized along -1, and with ``wgrad`` was along -2 by the same kernel. Its
-    scales lie as the graph was recorded for, which may have been on another device.
+    scales lie as the graph was recorded for, which may have been on another device. ``recipe`` is
+    its text, ``seed`` and ``step`` are those of a :class:`LayerSeed`.
     """
     weight = weight if weight.stride(-1) == 1 else weight.contiguous()
-    recipe = recipe_of(activations, weights, gradients, scale_rounding)
-    metadata = Metadata(recipe, torch.Size(x_shape), (x_dtype, weight.dtype, None))
+    metadata = Metadata(recipe_of(recipe), torch.Size(x_shape), (x_dtype, weight.dtype, None))
     layer = Layer(metadata, describe(weight), out_dtype, weight.device, reuses=False)
     found = None
     gpu = _common_gpu(layer, x_data, bias)
@@ -92,7 +83,9 @@ def linear_fprop(
         y, scalar = plan(x.parts_of(x_data, x_scale, x_global, -1), weight, bias)
     else:
         form = activation_of(layer.metadata, x_layout, (x_data, x_scale, x_global), -1)
-        y, scalar = passes.multiply(form, weight, bias, recipe, out_dtype, quantize_forms)
+        given = passes.seed_of(seed_of_numbers(seed, step), "weights")
+        quantize_weight = partial(quantize_forms, seed=given)
+        y, scalar = passes.multiply(form, weight, bias, metadata.recipe, out_dtype, quantize_weight)
     return [y] if scalar is None else [y, scalar]
 
 
@@ -127,12 +120,11 @@ def linear_backward(
     weight: Tensor | None,
     w_global: Tensor | None,
     w_dtype: torch.dtype,
-    activations: str,
-    weights: str,
-    gradients: str,
-    scale_rounding: str | None,
+    recipe: str,
     dgrad: bool,
     wgrad: bool,
+    seed: list[int] | None = None,
+    step: Tensor | None = None,
 ) -> list[Tensor]:
     """The gradients of x (M, K) and of weight (N, K), those that are asked for.
 
@@ -144,8 +136,7 @@ def linear_backward(
     if weight is not None:
         weight = weight if weight.stride(-1) == 1 else weight.contiguous()
         seen = describe(weight)
-    recipe = recipe_of(activations, weights, gradients, scale_rounding)
-    metadata = Metadata(recipe, torch.Size(x_shape), (x_dtype, w_dtype, None))
+    metadata = Metadata(recipe_of(recipe), torch.Size(x_shape), (x_dtype, w_dtype, None))
     layer, needs = Layer(metadata, seen, grad.dtype, device, reuses=False), (dgrad, wgrad, False)
     found = None
     gpu = _common_gpu(layer, x_data, weight)
@@ -162,7 +153,8 @@ def linear_backward(
         form = None
         if x_data is not None and x_scale is not None:
             form = activation_of(layer.metadata, x_layout, (x_data, x_scale, x_global), -2)
-        made = passes.gradients(needs, metadata, grad, form, weight, w_global, quantize_forms)
+        about = metadata._replace(seed=seed_of_numbers(seed, step))
+        made = passes.gradients(needs, about, grad, form, weight, w_global, quantize_forms)
     return [x for x in made if x is not None]
 
 
@@ -202,11 +194,17 @@ def activation_of(
 ) -> ScaledTensor:
     """What the parts of ``x`` are of."""
     data, scale, global_scale = parts
+    *outer, rows, k = metadata.x_shape
+    operand = metadata.recipe.operand("activations")
     return ScaledTensor(
         data,
         scale,
         format=_x_format(metadata),
-        shape=metadata.x_shape,
+        shape=(
+            (*outer, rows, operand.contraction(-1, k))
+            if axis == -1
+            else (*outer, operand.contraction(-2, rows), k)
+        ),
         axis=axis,
         dtype=metadata.dtypes[0],
         layout=x_layout,

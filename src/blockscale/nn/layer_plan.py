@@ -23,6 +23,7 @@ from .plan_cache import attempt, find, planned
 from .product_launches import ProductLaunch, ProductOperand
 from .quantize_launches import Asked, MatrixLaunch, Parts
 from .recipe import Recipe
+from .seeds import LayerSeed
 from .weight_launch import WeightLaunch
 
 __all__ = [
@@ -45,6 +46,7 @@ class Metadata(NamedTuple):
     recipe: Recipe
     x_shape: torch.Size
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None]  # of x, weight and bias
+    seed: LayerSeed | None = None  # where the recipe rounds stochastically; plans have none
 
 
 #: What is kept of ``x`` for wgrad, and the weight's global scale, for dgrad.

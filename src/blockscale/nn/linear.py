@@ -18,12 +18,20 @@ from .main_grad import adds_to_main_grad, apply, refuse_copied
 from .output_dtype import output_dtype
 from .recipe import PRODUCTS, Recipe, check_recipe, check_training_recipe
 from .reuse import ForgetsWeights, hint_at_reuse
+from .seeds import LayerSeed, Stepping
 from .unscripted import Unscripted
 
 __all__ = ["Linear", "check_dtype", "check_operands", "check_whole", "linear"]
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Recipe) -> Tensor:
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    recipe: Recipe,
+    seed: LayerSeed | None = None,
+) -> Tensor:
     """``x @ weight.T + bias`` with products quantized as ``recipe`` says, differentiable once.
 
     Args:
@@ -32,6 +40,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Rec
             gradient of ``x``, in the backward; :func:`blockscale.reuse_weights` avoids that. Its
             gradient is added to ``weight.main_grad``, if it has one (:class:`MainGradients`).
         bias: (N,) or None.
+        seed: for recipes that round stochastically: a :class:`blockscale.nn.LayerSeed`, of a step
+            of its own for each call. Layers count steps themselves.
 
     Returns (..., N) in the dtype of ``x``, or that of torch.autocast where it is on. Blocks run
     along the contraction of each product: fprop x and w by rows; dgrad g by rows, w by columns;
@@ -49,6 +59,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Rec
     if plan is not None:
         return _planned(plan, x, weight, bias)
     _check(x, weight, bias, recipe)
+    _check_seed(seed, recipe)
     out_dtype = output_dtype(x)
     if not (x.numel() and weight.numel()):  # nothing to quantize, and nothing to round
         if not (weight.numel() and adds_to_main_grad(weight)):
@@ -69,9 +80,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Rec
         hint_at_reuse(weight)
     given = x, weight, bias, recipe, out_dtype
     if torch.compiler.is_compiling() and not (recipe.high_precision or adds_to_main_grad(weight)):
-        return compiled_linear(*given)
+        return compiled_linear(*given, seed)
     function = TransformedLinear if is_transformed() else QuantizedLinear
-    return apply(function, (weight,), *given, dgrad, wgrad)
+    return apply(function, (weight,), *given, dgrad, wgrad, seed)
 
 
 class _Zeros(torch.autograd.Function):
@@ -109,6 +120,18 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> No
         )
     check_dtype("x", x)
     check_dtype("weight", weight)
+
+
+def _check_seed(seed: object, recipe: Recipe) -> None:
+    if not isinstance(seed, LayerSeed | None):
+        raise TypeError(
+            f"seed: got {type(seed).__name__}; expected blockscale.nn.LayerSeed(value, step)"
+        )
+    if seed is None and recipe.is_random:
+        raise ValueError(
+            "seed: got None, and the recipe rounds stochastically; pass a blockscale.nn.LayerSeed("
+            "value, step), or use blockscale.nn.Linear, which counts steps"
+        )
 
 
 def check_dtype(name: str, tensor: Tensor) -> None:
@@ -158,7 +181,7 @@ def check_operands(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         raise ValueError(f"bias: got {tuple(bias.shape)}; expected ({weight.shape[0]},)")
 
 
-class Linear(ForgetsWeights, Unscripted, torch.nn.Linear):
+class Linear(ForgetsWeights, Unscripted, Stepping, torch.nn.Linear):
     """torch.nn.Linear with block-scaled products.
 
     >>> layer = bs.nn.Linear(512, 256, recipe=bs.Recipe("mxfp8"))
@@ -183,9 +206,10 @@ class Linear(ForgetsWeights, Unscripted, torch.nn.Linear):
         check_training_recipe(recipe)
         super().__init__(in_features, out_features, bias, device, dtype)
         self.recipe = recipe
+        self.set_rounding(recipe, 0)
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias, recipe=self.recipe)
+        return linear(x, self.weight, self.bias, recipe=self.recipe, seed=self.next_seed())
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         before = self._parameters.get("weight")  # none where it is computed

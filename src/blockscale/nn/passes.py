@@ -10,11 +10,12 @@ from torch import Tensor
 
 from ..gemm import gemm
 from ..tensor import ScaledTensor
-from .forms import Forms, quantize_forms
+from .forms import Forms, SeedOf, quantize_forms
 from .layer_plan import Gradients, Metadata
 from .main_grad import add_product
 from .recipe import PRODUCTS, Recipe
 from .reuse import quantized_weight
+from .seeds import LayerSeed
 
 __all__ = [
     "data_gradient",
@@ -24,6 +25,7 @@ __all__ = [
     "multiply",
     "quantized_activations",
     "quantized_products",
+    "seed_of",
     "unflatten_rows",
     "weight_gradient",
 ]
@@ -37,9 +39,16 @@ def quantized_products(recipe: Recipe) -> dict[str, bool]:
     return {product: product not in recipe.high_precision for product in PRODUCTS}
 
 
-def quantized_activations(x: Tensor, recipe: Recipe, *, rows: bool, columns: bool) -> Forms:
-    name = recipe.format_of("activations").name
-    return quantize_forms(x, name, recipe.scale_rounding, rows=rows, columns=columns)
+def quantized_activations(
+    x: Tensor, recipe: Recipe, *, rows: bool, columns: bool, seed: LayerSeed | None = None
+) -> Forms:
+    given = seed_of(seed, "activations")
+    return quantize_forms(x, recipe.operand("activations"), rows=rows, columns=columns, seed=given)
+
+
+def seed_of(seed: LayerSeed | None, role: str) -> SeedOf | None:
+    """What gives an operand of this role its seed."""
+    return None if seed is None else partial(seed.of, role)
 
 
 def matrix_of(x: Tensor) -> Tensor:
@@ -54,17 +63,19 @@ def fprop(
     out_dtype: torch.dtype,
     wgrad: bool,
     dgrad: bool,
+    seed: LayerSeed | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The product; ``x`` as wgrad reads it, made only if ``wgrad`` follows; and the global scale of
     the weight. ``dgrad``: a backward will ask for the weight by columns."""
     quantized = quantized_products(recipe)
     rows = matrix_of(x)
-    forms = quantized_activations(
-        rows, recipe, rows=quantized["fprop"], columns=wgrad and quantized["wgrad"]
-    )
+    columns = wgrad and quantized["wgrad"]
+    forms = quantized_activations(rows, recipe, rows=quantized["fprop"], columns=columns, seed=seed)
     scalar = None
     if forms.rows is not None:
-        quantize_weight = partial(quantized_weight, dgrad=dgrad and quantized["dgrad"])
+        quantize_weight = partial(
+            quantized_weight, dgrad=dgrad and quantized["dgrad"], seed=seed_of(seed, "weights")
+        )
         y, scalar = multiply(forms.rows, weight, bias, recipe, out_dtype, quantize_weight)
     else:
         y = rows.to(out_dtype) @ weight.to(out_dtype).mT
@@ -82,8 +93,7 @@ def multiply(
     quantize_weight: QuantizeWeight,
 ) -> tuple[Tensor, Tensor | None]:
     """The product of quantized rows, and the global scale of the weight."""
-    how = recipe.format_of("weights").name, recipe.scale_rounding
-    w = quantize_weight(weight, *how, rows=True).rows
+    w = quantize_weight(weight, recipe.operand("weights"), rows=True).rows
     assert w is not None
     return gemm(x, w.mT, out_dtype, bias=bias), w.global_scale
 
@@ -109,19 +119,21 @@ def gradients(
     """Of x, weight and bias. ``x`` and the weight's ``global_scale`` are those of ``fprop``. The
     weight's is added to ``main_grad``, if there is one, and is None."""
     dgrad, wgrad, bias_grad = needs
-    recipe, x_shape, (x_dtype, w_dtype, bias_dtype) = about
+    recipe, x_shape, (x_dtype, w_dtype, bias_dtype), seed = about
     quantized = quantized_products(recipe)
     g = matrix_of(grad)
     rows, columns = quantize_forms(
         g,
-        recipe.format_of("gradients").name,
-        recipe.scale_rounding,
+        recipe.operand("gradients"),
         rows=dgrad and quantized["dgrad"],
         columns=wgrad and quantized["wgrad"],
+        seed=seed_of(seed, "gradients"),
     )
     grad_x = grad_weight = grad_bias = None
     if dgrad:
         assert weight is not None
+        if recipe.operand("weights").is_random:
+            quantize_weight = partial(quantize_weight, seed=seed_of(seed, "weights"))
         grad_x = data_gradient(
             g if rows is None else rows, weight, global_scale, recipe, x_dtype, quantize_weight
         )
@@ -146,8 +158,8 @@ def data_gradient(
     """``g`` is quantized by rows, or plain."""
     if not isinstance(g, ScaledTensor):
         return (g @ weight.to(g.dtype)).to(dtype)
-    how = recipe.format_of("weights").name, recipe.scale_rounding
-    w = quantize_weight(weight, *how, columns=True, global_scale=global_scale).columns
+    operand = recipe.operand("weights")
+    w = quantize_weight(weight, operand, columns=True, global_scale=global_scale).columns
     assert w is not None
     return gemm(g, w, dtype)
 

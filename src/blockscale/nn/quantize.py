@@ -15,8 +15,9 @@ from .class_change import become
 from .forms import quantize_forms
 from .kinds import CONVERTED, QUANTIZED, Kind
 from .quantized import QuantizedConv1D, check_held, own_global_scale
-from .recipe import Recipe, check_recipe
+from .recipe import Recipe, check_inference_recipe, check_recipe
 from .report import ConversionReport, publish
+from .seeds import Stepping
 from .survey import (
     FilterFn,
     Layer,
@@ -92,6 +93,8 @@ def quantize_(
         module.weight = weight
         if not isinstance(module, QUANTIZED):
             assert kind.quantized is not None
+            if isinstance(module, Stepping):
+                module.set_rounding(None, 0)
             become(module, kind.quantized)
         module.recipe = its  # type: ignore[assignment]
         module._place()  # type: ignore[operator]
@@ -121,6 +124,7 @@ def _obstacle(kind: Kind, module: torch.nn.Module) -> str:
 def _recipe_of(layer: Layer, recipe: Recipe) -> Recipe:
     found = recipe.of(layer.name)
     assert found is not None
+    check_inference_recipe(found)
     if "fprop" in found.high_precision:
         raise ValueError(
             f"recipe: {found} leaves fprop in high precision, there is nothing to quantize; pass "
@@ -165,8 +169,6 @@ def _quantized(weight: Tensor, recipe: Recipe, kind: Kind) -> torch.nn.Parameter
         return weight  # type: ignore[return-value]
     transposed = _axis(kind) == -2
     rows = weight.detach().mT.contiguous() if transposed else weight.detach().contiguous()
-    q = quantize_forms(
-        rows, recipe.format_of("weights").name, recipe.scale_rounding, rows=True, columns=False
-    ).rows
+    q = quantize_forms(rows, recipe.operand("weights"), rows=True).rows
     assert q is not None
     return torch.nn.Parameter(q.mT if transposed else q, requires_grad=False)

@@ -58,8 +58,11 @@ class Asked(NamedTuple):
         rows: bool = False,
         columns: bool = False,
     ) -> Asked:
-        """As the recipe says, of operands that play this role."""
+        """As the recipe says, of operands that play this role; Unsupported where more is done to
+        them than rounding to nearest."""
         axes = (-1,) * rows + (-2,) * columns
+        if not recipe.operand(role).is_plain:
+            raise Unsupported(f"recipe: {role} are not only rounded to nearest")
         return cls(device, recipe.format_of(role), recipe.scale_rounding, axes)
 
     @property

@@ -18,7 +18,7 @@ from .forms import quantize_forms
 from .linear import check_dtype, check_operands
 from .output_dtype import output_dtype
 from .passes import unflatten_rows
-from .recipe import Recipe, check_recipe
+from .recipe import Recipe, check_inference_recipe
 from .unscripted import Unscripted
 
 __all__ = ["QuantizedConv1D", "QuantizedLinear", "quantized_linear"]
@@ -46,7 +46,7 @@ def quantized_linear(
     in torch.export where activations are quantized and ``weight`` is a parameter still.
     """
     check_operands(x, weight, bias)
-    check_recipe(recipe)
+    check_inference_recipe(recipe)
     if not isinstance(weight, ScaledTensor):
         raise TypeError(
             f"weight: got a plain {weight.dtype} tensor; expected a ScaledTensor: call "
@@ -127,8 +127,7 @@ def _multiply(
     out_dtype: torch.dtype,
 ) -> Tensor:
     if not recipe.weight_only:
-        format = recipe.format_of("activations").name
-        forms = quantize_forms(rows, format, recipe.scale_rounding, rows=True, columns=False)
+        forms = quantize_forms(rows, recipe.operand("activations"), rows=True)
         assert forms.rows is not None
         return gemm(forms.rows, _transposed(weight), out_dtype, bias=bias)
     if rows.dtype == torch.bfloat16:
@@ -249,7 +248,7 @@ class QuantizedLinear(_HoldsQuantized, torch.nn.Linear):
     """
 
     def __init__(self, weight: ScaledTensor, bias: Tensor | None = None, *, recipe: Recipe) -> None:
-        check_recipe(recipe)
+        check_inference_recipe(recipe)
         why = check_held(weight, recipe, -1)
         if why:
             raise ValueError(f"weight: {why}")

@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 from ..checks import choose
 from ..formats import FP8_BLOCK, Format, formats, get_format
+from ..hadamard import Hadamard
+from ..quantization import PLAIN, Quantization
+from .operand import Operand
 
-__all__ = ["PRODUCTS", "Recipe", "check_recipe", "check_training_recipe"]
+__all__ = [
+    "PRODUCTS",
+    "Recipe",
+    "check_inference_recipe",
+    "check_recipe",
+    "check_training_recipe",
+]
 
 #: The three products of a linear layer.
 PRODUCTS = ("fprop", "dgrad", "wgrad")
 
-_ROLES = ("activations", "weights", "gradients")
+#: What a layer multiplies, and the products that read it along its rows and along its columns.
+_ROLES = {
+    "activations": ("fprop", "wgrad"),
+    "weights": ("fprop", "dgrad"),
+    "gradients": ("dgrad", "wgrad"),
+}
+_OPERANDS = tuple(f"{role}.{product}" for role, products in _ROLES.items() for product in products)
+#: Of 16 elements; its signs were drawn once.
+_HADAMARD = Hadamard.random(seed=0)
 _FP8_PAIR = "fp8_1x128", "fp8_128x128"  # what FP8_BLOCK stands for: the format, and of weights
 _AS_THEY_ARE = "bfloat16"  # of activations: not quantized
 
@@ -36,6 +54,8 @@ class Recipe:
             are: weight-only.
         scale_rounding: of every block scale; None is each format's default (``rceil`` for E8M0).
         high_precision: products (``fprop``, ``dgrad``, ``wgrad``) that are not quantized.
+        quantization: what is done beside rounding to nearest: a :class:`Quantization` for
+            ``"weights"``, or for the operand of one product, ``"weights.dgrad"``, which goes first.
         overrides: names of layers, in which ``*`` stands for anything, and their recipes; None
             leaves such layers as they are. The first pattern that matches counts. For
             :func:`blockscale.convert` and :func:`blockscale.quantize_`, which know names.
@@ -46,9 +66,10 @@ class Recipe:
     Recipe('mxfp8')
 
     The default is MXFP8 with E4M3 everywhere and scales rounded up, which trains as BF16 does
-    (arXiv 2506.08027). Raises ValueError for unknown names, for formats whose blocks do not fit and
-    for an override that has overrides; TypeError where ``high_precision`` is no tuple or list, and
-    ``overrides`` no mapping of names to recipes.
+    (arXiv 2506.08027). Raises ValueError for unknown names, for formats whose blocks do not fit,
+    for operands of a product that are not transformed alike and for an override that has overrides;
+    TypeError where ``high_precision`` is no tuple or list, and ``overrides`` or ``quantization`` no
+    mapping of names to recipes, or to what is done.
     """
 
     format: str = "mxfp8"
@@ -59,6 +80,9 @@ class Recipe:
     high_precision: tuple[str, ...] = ()
     #: Kept as pairs, so that recipes can be keys.
     overrides: Mapping[str, Recipe | None] | tuple[tuple[str, Recipe | None], ...] = ()
+    quantization: Mapping[str, Quantization] | tuple[tuple[str, Quantization], ...] = ()
+    #: As compiled graphs hold it.
+    text: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.format, Format):
@@ -97,19 +121,103 @@ class Recipe:
         for product in self.high_precision:
             choose("high_precision", product, dict.fromkeys(PRODUCTS))
         object.__setattr__(self, "overrides", _pairs(self.overrides))
+        object.__setattr__(self, "quantization", _quantization(self.quantization))
+        self._check_quantization(used)
+        object.__setattr__(self, "text", json.dumps(self.to_dict()))
+
+    @classmethod
+    def nvfp4(
+        cls,
+        *,
+        hadamard: Hadamard | None = _HADAMARD,
+        overrides: Mapping[str, Recipe | None] | None = None,
+    ) -> Recipe:
+        """NVFP4 as NVIDIA trains with it.
+
+        >>> recipe = bs.Recipe.nvfp4(overrides={"model.layers.31.*": None})
+
+        Weights have scales of 16 x 16 elements, so that forward and backward multiply by the same;
+        gradients are rounded stochastically; both operands of wgrad go through a Hadamard transform
+        of 16 tokens, with signs that were drawn once for all layers.
+
+        Args:
+            hadamard: the transform; None leaves it out.
+            overrides: as of a recipe. NVIDIA leaves a few layers, most of them the last, in high
+                precision: 15 % of a model of 12 billion parameters.
+
+        Source: "Pretraining large language models with NVFP4", arXiv 2509.25149.
+        """
+        return cls(
+            "nvfp4",
+            overrides=overrides or (),
+            quantization={
+                "activations.wgrad": Quantization(hadamard=hadamard),
+                "weights": Quantization(square=True),
+                "gradients.dgrad": Quantization(stochastic=True),
+                "gradients.wgrad": Quantization(stochastic=True, hadamard=hadamard),
+            },
+        )
+
+    def _check_quantization(self, used: Mapping[str, Format]) -> None:
+        """ValueError for squares of blocks that are squares, and for transforms of one operand."""
+        of_product: dict[str, list[tuple[str, Quantization]]] = {name: [] for name in PRODUCTS}
+        for role, fmt in used.items():
+            for product in _ROLES[role]:
+                found = self._quantization_of(role, product)
+                of_product[product].append((f"{role}.{product}", found))
+                if found.square and fmt.block[0] > 1:
+                    raise ValueError(
+                        f"quantization: {role}.{product} has square=True, and blocks of "
+                        f"{fmt.name!r} are squares; leave it out"
+                    )
+        for product, operands in of_product.items():
+            transforms = {each.hadamard for _, each in operands}
+            if len(operands) == 2 and len(transforms) > 1 and product not in self.high_precision:
+                names = " and ".join(name for name, _ in operands)
+                raise ValueError(
+                    f"quantization: {names} have different transforms, and their product would be "
+                    "of neither; give both the same hadamard, or none"
+                )
+
+    def _quantization_of(self, role: str, product: str) -> Quantization:
+        given: dict[str, Quantization] = dict(self.quantization)
+        return given.get(f"{role}.{product}", given.get(role, PLAIN))
+
+    def operand(self, role: str) -> Operand:
+        """How ``activations``, ``weights`` or ``gradients`` are quantized, along both axes.
+
+        Raises ValueError for activations that are not quantized.
+        """
+        forms = (self._quantization_of(role, product) for product in _ROLES[role])
+        return Operand(self.format_of(role).name, self.scale_rounding, *forms)
 
     def _given(self) -> dict[str, Any]:
         """The format, and the other fields that are no defaults."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        given = [f for f in fields(self) if f.init]
+        values = {f.name: getattr(self, f.name) for f in given}
         if (self.format, self.weights) == _FP8_PAIR:
             values |= {"format": FP8_BLOCK, "weights": None}
         values["overrides"] = dict(self._overrides) or ()
-        others = {f.name: values[f.name] for f in fields(self)[1:] if values[f.name] != f.default}
+        values["quantization"] = dict(self.quantization) or ()
+        others = {f.name: values[f.name] for f in given[1:] if values[f.name] != f.default}
         return {"format": values["format"], **others}
 
     def __repr__(self) -> str:
+        if self.quantization and replace(self, overrides=()) == Recipe.nvfp4():
+            of_names = f"overrides={dict(self._overrides)!r}" if self.overrides else ""
+            return f"Recipe.nvfp4({of_names})"
         format, *others = self._given().items()
         return f"Recipe({', '.join([repr(format[1]), *(f'{k}={v!r}' for k, v in others)])})"
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is done to any operand beside rounding to nearest."""
+        return not any(each != PLAIN for each in dict(self.quantization).values())
+
+    @property
+    def is_random(self) -> bool:
+        """Whether an operand is rounded stochastically."""
+        return any(each.stochastic for each in dict(self.quantization).values())
 
     @property
     def weight_only(self) -> bool:
@@ -148,6 +256,10 @@ class Recipe:
                 pattern: None if recipe is None else recipe.to_dict()
                 for pattern, recipe in self._overrides
             }
+        if self.quantization:
+            values["quantization"] = {
+                name: each.to_dict() for name, each in dict(self.quantization).items()
+            }
         return values
 
     @classmethod
@@ -161,7 +273,7 @@ class Recipe:
         """
         if not isinstance(values, Mapping):
             raise TypeError(f"values: got {type(values).__name__}; expected what to_dict() gives")
-        known = [f.name for f in fields(cls)]
+        known = [f.name for f in fields(cls) if f.init]
         for name in values:
             choose("values", name, dict.fromkeys(known))
         given = dict(values)
@@ -169,6 +281,11 @@ class Recipe:
             given["overrides"] = {
                 pattern: cls.from_dict(each) if isinstance(each, Mapping) else each
                 for pattern, each in given["overrides"].items()
+            }
+        if isinstance(given.get("quantization"), Mapping):
+            given["quantization"] = {
+                name: Quantization.from_dict(each) if isinstance(each, Mapping) else each
+                for name, each in given["quantization"].items()
             }
         return cls(**given)
 
@@ -205,6 +322,25 @@ def _pairs(overrides: Any) -> tuple[tuple[str, Recipe | None], ...]:
     return tuple(found.items())
 
 
+def _quantization(given: Any) -> tuple[tuple[str, Quantization], ...]:
+    """Operands and what is done to them, checked; without those that nothing is done to."""
+    try:
+        found = dict(given)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"quantization: got {type(given).__name__}; expected a dict of operands, as "
+            "{'weights': blockscale.Quantization(square=True)}"
+        ) from None
+    for name, each in found.items():
+        choose("quantization", name, dict.fromkeys((*_ROLES, *_OPERANDS)))
+        if not isinstance(each, Quantization):
+            raise TypeError(
+                f"quantization[{name!r}]: got {type(each).__name__}; expected "
+                "blockscale.Quantization(...)"
+            )
+    return tuple(sorted(found.items()))
+
+
 def check_recipe(recipe: object, name: str = "recipe", *, knows_names: bool = False) -> None:
     """TypeError unless argument ``name`` is a recipe; ValueError of one with overrides, unless
     whoever takes it knows names of layers."""
@@ -225,3 +361,16 @@ def check_training_recipe(recipe: Recipe, *, knows_names: bool = False) -> None:
             check_training_recipe(override)
     for role in _ROLES:
         recipe.format_of(role)
+
+
+def check_inference_recipe(recipe: Recipe) -> None:
+    """As :func:`check_recipe`, and ValueError where fprop does more than round to nearest, but for
+    squares of weights."""
+    check_recipe(recipe)
+    weights = recipe.operand("weights").rows
+    others = () if recipe.weight_only else (recipe.operand("activations").rows,)
+    if any(each.stochastic or each.hadamard is not None for each in (weights, *others)):
+        raise ValueError(
+            f"recipe: {recipe} rounds operands of fprop stochastically, or transforms them, which "
+            "is for training; pass one that rounds these to nearest"
+        )

@@ -16,7 +16,8 @@ from torch.optim.optimizer import (
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..watching import is_faked, unwatched
-from .forms import Forms, quantize_forms
+from .forms import Forms, SeedOf, quantize_forms
+from .operand import Operand
 
 __all__ = [
     "ForgetsWeights",
@@ -92,37 +93,37 @@ def is_reusing() -> bool:
 
 def quantized_weight(
     weight: Tensor,
-    format: str,
-    scale_rounding: str | None,
+    operand: Operand,
     *,
     rows: bool = False,
     columns: bool = False,
     global_scale: Tensor | None = None,
     dgrad: bool = False,
+    seed: SeedOf | None = None,
 ) -> Forms:
     """``weight`` (N, K) quantized: the forms that are asked for, and those kept beside them.
 
     ``dgrad``: a backward will ask for the other form; where it is kept until then, both are made
     from one read.
     """
-    how = format, scale_rounding
     gathered = getattr(weight, "quantized_forms", None)  # of one that ranks have quantized
     if gathered is not None:
-        forms: Forms | None = gathered(*how, rows=rows, columns=columns)
+        forms: Forms | None = gathered(operand, rows=rows, columns=columns)
         if forms is not None:
             return forms
         weight = weight.master  # type: ignore[attr-defined]
+    given: Any = {"global_scale": global_scale, "seed": seed}
     if not unwatched() or not _blocks or not _can_be_kept(weight):
-        return quantize_forms(weight, *how, rows=rows, columns=columns, global_scale=global_scale)
+        return quantize_forms(weight, operand, rows=rows, columns=columns, **given)
     rows, columns = rows or dgrad, columns or dgrad
-    kept, key = _kept_of(weight), (*how, _stream(weight))
+    kept, key = _kept_of(weight), (operand, _stream(weight))
     have: Forms = kept.forms.get(key, Forms())
     made = quantize_forms(
         weight,
-        *how,
+        operand,
         rows=rows and have.rows is None,
         columns=columns and have.columns is None,
-        global_scale=global_scale,
+        **given,
     )
     forms = kept.forms[key] = Forms(
         have.rows if made.rows is None else made.rows,

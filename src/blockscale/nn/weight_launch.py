@@ -35,7 +35,7 @@ class WeightLaunch:
         self._axis, self._reuses = axis, reuses
         self._which: Any = {"rows": axis == -1, "columns": axis == -2}
         asked = Asked.of(recipe, "weights", device, **self._which)
-        self._how = asked.format.name, asked.scale_rounding
+        self._operand = recipe.operand("weights")
         self.launch = MatrixLaunch(weight, asked)
 
     def __call__(
@@ -49,7 +49,7 @@ class WeightLaunch:
             return parts
         forms = quantized_weight(
             weight,
-            *self._how,
+            self._operand,
             **self._which,
             global_scale=global_scale,
             dgrad=dgrad,

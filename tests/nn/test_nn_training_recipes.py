@@ -1,0 +1,287 @@
+"""Recipes that do more than round to nearest: which operand gets what, and by which seed."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import blockscale as bs
+from blockscale.nn import layer_plan
+from blockscale.nn.seeds import LayerSeed, number_of
+from stand_in import gpu
+
+NVFP4 = bs.Recipe.nvfp4()
+RHT = dict(NVFP4.quantization)["activations.wgrad"].hadamard
+BF16 = torch.bfloat16
+
+
+def random(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def layer(k=64, n=48, recipe=NVFP4, name="proj", bias=True):
+    torch.manual_seed(0)
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(k, n, bias)})
+    return bs.convert(model, recipe)[name]
+
+
+def step(module, x, g):
+    x = x.clone().requires_grad_()
+    module.zero_grad()
+    y = module(x)
+    y.backward(g)
+    return y.detach(), x.grad, module.weight.grad
+
+
+def value_of(name, role):
+    return number_of(name) * 4 + ("activations", "weights", "gradients").index(role)
+
+
+# --- what is done ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [48, 37])
+def test_what_nvidia_does_to_each_operand(rows):
+    """By ``quantize`` and ``gemm``, of operands that are padded where a transform needs it."""
+    module = layer()
+    x, g = random(rows, 64), random(rows, 48, seed=1)
+    y, dgrad, wgrad = step(module, x, g)
+
+    def nvfp4(t, axis, **how):
+        return bs.quantize(t, "nvfp4", axis, pad=True, **how)
+
+    w = module.weight.detach()
+    expected = bs.gemm(nvfp4(x, -1), nvfp4(w, -1, square=True).mT, torch.float32, bias=module.bias)
+    assert torch.equal(y, expected)
+    seed = bs.Seed(value_of("proj", "gradients"), step=1)
+    g_rows, w_columns = nvfp4(g, -1, seed=seed), nvfp4(w, -2, square=True)
+    assert torch.equal(dgrad, bs.gemm(g_rows, w_columns, torch.float32))
+    whole = [torch.nn.functional.pad(t, (0, 0, 0, -rows % 16)) for t in (g, x)]
+    transformed = [
+        nvfp4(t, -2, hadamard=RHT, seed=each) for t, each in zip(whole, (seed, None), strict=True)
+    ]
+    assert torch.equal(wgrad, bs.gemm(transformed[0].mT, transformed[1], torch.float32))
+    assert (wgrad - g.mT @ x).norm() < 0.2 * (g.mT @ x).norm()
+
+
+def test_each_step_rounds_otherwise_and_a_step_can_be_set():
+    module, given = layer(), (random(32, 64), random(32, 48, seed=1))
+    first, second = step(module, *given), step(module, *given)
+    assert torch.equal(first[0], second[0])
+    assert not torch.equal(first[1], second[1])
+    assert not torch.equal(first[2], second[2])
+    bs.nn.set_rounding_step(module, 1)
+    for a, b in zip(step(module, *given), second, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_the_mean_over_steps_is_the_gradient():
+    """What rounding to nearest never comes to, as it rounds alike each time."""
+    module, x, g = layer(bias=False), random(32, 64), random(32, 48, seed=1)
+    exact = g @ bs.quantize(module.weight.detach(), "nvfp4", -2, square=True).dequantize()
+    grads = torch.stack([step(module, x, g)[1] for _ in range(256)])
+    one, mean = ((grads[0] - exact).norm(), (grads.mean(0) - exact).norm())
+    assert mean < 2 * one / 16
+    nearest = layer(recipe=bs.Recipe("nvfp4"), bias=False)
+    assert torch.equal(step(nearest, x, g)[1], step(nearest, x, g)[1])
+
+
+def test_layers_have_numbers_of_their_own():
+    given = random(32, 64), random(32, 48, seed=1)
+    assert not torch.equal(step(layer(name="a"), *given)[1], step(layer(name="b"), *given)[1])
+    assert torch.equal(step(layer(name="a"), *given)[1], step(layer(name="a"), *given)[1])
+
+
+def test_ranks_round_their_rows_as_one_does_all():
+    """Given one global scale: that of each rank is that of its own rows."""
+    g, now = random(64, 48), torch.tensor(5)
+    scale = bs.quantize(g, "nvfp4").global_scale
+    whole = LayerSeed(3, now).of("gradients", g.shape)
+    expected = bs.quantize(g, "nvfp4", seed=whole, global_scale=scale)
+    for rank, part in enumerate(g.chunk(4)):
+        seed = LayerSeed(3, now, rank, 4).of("gradients", part.shape)
+        found = bs.quantize(part, "nvfp4", seed=seed, global_scale=scale)
+        assert torch.equal(found.data, expected.data[16 * rank :][:16])
+    assert LayerSeed(3, now, 1, 4).of("weights", (8, 8)) == LayerSeed(3, now).of("weights", (8, 8))
+
+
+# --- around layers --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [32, 37])
+def test_compiled(rows):
+    torch.compiler.reset()
+    x, g = random(rows, 64).to(BF16), random(rows, 48, seed=1).to(BF16)
+    eager, other = layer().to(BF16), layer().to(BF16)
+    run = torch.compile(other, backend="aot_eager", fullgraph=True)
+    for _ in range(3):
+        x_, x__ = (x.clone().requires_grad_() for _ in range(2))
+        eager.zero_grad()
+        other.zero_grad()
+        y, z = eager(x_), run(x__)
+        y.backward(g)
+        z.backward(g)
+        assert torch.equal(y, z)
+        assert torch.equal(x_.grad, x__.grad)
+        assert torch.equal(eager.weight.grad, other.weight.grad)
+    assert eager.rounding_step == other.rounding_step == 3
+
+
+def test_checkpointing_counts_what_it_repeats():
+    module, x, g = layer(), random(32, 64), random(32, 48, seed=1)
+    x = x.requires_grad_()
+    checkpoint(module, x, use_reentrant=False).backward(g)
+    assert module.rounding_step == 2
+    bs.nn.set_rounding_step(module, 1)  # what is saved is of the forward that was repeated
+    assert torch.equal(step(module, x.detach(), g)[1], x.grad)
+
+
+def test_passes_without_gradients_count_nothing():
+    module = layer()
+    with torch.no_grad():
+        module(random(8, 64))
+    assert module.rounding_step == 0
+
+
+def test_no_state_dict_has_the_step():
+    module = layer()
+    assert list(module.state_dict()) == ["weight", "bias"]
+    torch.nn.Linear(64, 48).load_state_dict(module.state_dict())
+    step(module, random(8, 64), random(8, 48))
+    for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert twin.rounding_step == 1
+        given = random(32, 64), random(32, 48, seed=1)
+        assert torch.equal(step(twin, *given)[1], step(copy.deepcopy(module), *given)[1])
+
+
+def test_converted_back_and_by_another_recipe():
+    model = torch.nn.Sequential(torch.nn.Linear(64, 48))
+    bs.convert(model, NVFP4)
+    bs.convert(model, bs.Recipe("nvfp4"))
+    assert not list(model.buffers())
+    bs.convert(model, NVFP4)
+    assert len(list(model.buffers())) == 1
+    bs.convert(model, None)
+    assert type(model[0]) is torch.nn.Linear
+    assert not list(model.buffers())
+
+
+def test_the_step_follows_its_layer():
+    module = layer().to("meta")
+    assert module.rounding_step.device.type == "meta"
+
+
+def test_function_transforms_take_the_step_as_it_is():
+    module, x = layer(bias=False), random(32, 64)
+
+    def loss(x):
+        return (module(x) * random(32, 48, seed=1)).sum()
+
+    found = torch.func.grad(loss)(x)
+    assert module.rounding_step == 0
+    seed = bs.Seed(value_of("proj", "gradients"), step=0)
+    g = bs.quantize(random(32, 48, seed=1), "nvfp4", seed=seed)
+    w = bs.quantize(module.weight.detach(), "nvfp4", -2, square=True)
+    assert torch.equal(found, bs.gemm(g, w, torch.float32))
+
+
+def test_products_in_high_precision():
+    recipe = bs.Recipe("nvfp4", high_precision=("wgrad",), quantization=dict(NVFP4.quantization))
+    module, x, g = layer(recipe=recipe, bias=False), random(32, 64), random(32, 48, seed=1)
+    assert torch.equal(step(module, x, g)[2], g.mT @ x)
+
+
+def test_weights_are_reused():
+    module, x, g = layer(), random(32, 64), random(32, 48, seed=1)
+    expected = step(module, x, g)
+    bs.nn.set_rounding_step(module, 0)
+    with bs.reuse_weights():
+        for a, b in zip(step(module, x, g), expected, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_for_inference_the_forward_has_the_same_bits():
+    model, x = torch.nn.Sequential(torch.nn.Linear(64, 48)), random(8, 64)
+    expected = bs.convert(copy.deepcopy(model), NVFP4)(x)
+    found = bs.quantize_(bs.convert(model, NVFP4), NVFP4)
+    assert torch.equal(found(x), expected)
+    assert not list(found.buffers())
+
+
+def test_gpus_have_no_plan_of_it_yet():
+    """What rounds to nearest has one, for the same operands."""
+    x, w = random(32, 64).to(BF16), random(48, 64).to(BF16)
+    with gpu("sm_100a", kernel=lambda *a: lambda *b: None, quantizes=True):
+        plans = [
+            layer_plan.make_plan(
+                layer_plan.plan_key(x, w, None, recipe), x, w, None, recipe, BF16, columns=True
+            )
+            for recipe in (bs.Recipe("nvfp4"), NVFP4)
+        ]
+    assert plans[0] is not None
+    assert plans[1] is None
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def test_a_function_needs_a_seed():
+    x, w = random(8, 64), random(48, 64)
+    with pytest.raises(ValueError, match=r"seed: got None, .*LayerSeed\(value, step\)"):
+        bs.nn.linear(x, w, recipe=NVFP4)
+    with pytest.raises(TypeError, match=r"seed: got int; expected blockscale\.nn\.LayerSeed"):
+        bs.nn.linear(x, w, recipe=NVFP4, seed=3)
+    bs.nn.linear(x, w, recipe=NVFP4, seed=bs.nn.LayerSeed(3, torch.tensor(0)))
+
+
+def test_what_counts_no_steps():
+    with pytest.raises(ValueError, match="0 is a MultiheadAttention, which does not round stoch"):
+        bs.convert(torch.nn.Sequential(torch.nn.MultiheadAttention(64, 2)), NVFP4)
+    with pytest.raises(ValueError, match=r"autocast knows no layers .*call blockscale.convert"):
+        bs.autocast(NVFP4)
+    with pytest.raises(ValueError, match=r"experts do not know yet; .*overrides=\{'\*.experts'"):
+        bs.nn.MoE(64, 32, 4, bs.nn.Router(top_k=2), recipe=NVFP4)
+    with pytest.raises(ValueError, match="model: no layer of it rounds stochastically"):
+        bs.nn.set_rounding_step(torch.nn.Linear(8, 8), 1)
+    for given in (-1, 1.0, True):
+        with pytest.raises(ValueError, match=r"step: got .*; expected a number"):
+            bs.nn.set_rounding_step(layer(), given)
+
+
+def test_quantization_that_cannot_be():
+    rht = bs.Quantization(hadamard=RHT)
+    with pytest.raises(ValueError, match=r"gradients.wgrad have different transforms"):
+        bs.Recipe("nvfp4", quantization={"activations.wgrad": rht})
+    with pytest.raises(ValueError, match=r"quantization: .*'weight'.*did you mean 'weights'"):
+        bs.Recipe("nvfp4", quantization={"weight": rht})
+    with pytest.raises(TypeError, match=r"quantization\['weights'\]: got str; expected"):
+        bs.Recipe("nvfp4", quantization={"weights": "square"})
+    with pytest.raises(TypeError, match="quantization: got int; expected a dict"):
+        bs.Recipe("nvfp4", quantization=3)
+    with pytest.raises(ValueError, match="blocks of 'fp8_128x128' are squares; leave it out"):
+        bs.Recipe("fp8_block", quantization={"weights": bs.Quantization(square=True)})
+    with pytest.raises(ValueError, match="square, hadamard: a transform goes along one side"):
+        bs.Quantization(square=True, hadamard=RHT)
+    with pytest.raises(TypeError, match="stochastic: got 1; expected True or False"):
+        bs.Quantization(stochastic=1)
+    with pytest.raises(TypeError, match=r"hadamard: got 16; expected blockscale.Hadamard"):
+        bs.Quantization(hadamard=16)
+    random_ = bs.Recipe("nvfp4", quantization={"weights": bs.Quantization(stochastic=True)})
+    with pytest.raises(ValueError, match="rounds operands of fprop stochastically, or transforms"):
+        bs.quantize_(torch.nn.Sequential(torch.nn.Linear(64, 48)), random_)
+
+
+def test_as_a_dict():
+    for recipe in (NVFP4, bs.Recipe.nvfp4(hadamard=None, overrides={"*.0": None}), bs.Recipe()):
+        assert bs.Recipe.from_dict(recipe.to_dict()) == recipe
+        assert recipe.text == bs.Recipe.from_dict(recipe.to_dict()).text
+        assert eval(repr(recipe), vars(bs)) == recipe
+    with pytest.raises(ValueError, match=r"values: .*'signs'"):
+        bs.Quantization.from_dict({"signs": 3})
+    with pytest.raises(TypeError, match="values: got int; expected what to_dict"):
+        bs.Quantization.from_dict(3)
+    assert repr(NVFP4) == "Recipe.nvfp4()"
