@@ -254,7 +254,6 @@ def test_a_fallback_is_said_once_for_each_reason(kernels):
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ({"seed": 3}, "seed: no kernel rounds stochastically"),
         ({"format": "mxfp6_e2m3"}, "6-bit"),
         ({"format": "mxfp6_e3m2"}, "6-bit"),
     ],

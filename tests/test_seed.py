@@ -142,10 +142,31 @@ def test_compiled():
             assert torch.equal(got, bs.quantize(WHOLE, "mxfp8", seed=seed).qdata.view(torch.uint8))
 
 
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_a_step_in_a_tensor(backend):
+    """Rounds as its number does when that is read, in a graph and out of one."""
+    step = torch.tensor(5)
+    run = torch.compile(
+        lambda x, step: bs.quantize(x, seed=bs.Seed(3, step), backend=backend).qdata,
+        backend="aot_eager",
+        fullgraph=True,
+    )
+    for value in (5, -1):
+        step.fill_(value)
+        want = bs.quantize(WHOLE, seed=bs.Seed(3, value)).qdata.view(torch.uint8)
+        found = bs.quantize(WHOLE, seed=bs.Seed(3, step), backend=backend).qdata
+        assert torch.equal(found.view(torch.uint8), want)
+        assert torch.equal(run(WHOLE, step).view(torch.uint8), want)
+    with pytest.raises(ValueError, match="seed: its step is on meta, what is rounded on cpu"):
+        bs.quantize(WHOLE, seed=bs.Seed(3, step.to("meta")))
+
+
 @pytest.mark.parametrize(("given", "told"), [
     ({"value": 2**63}, "value=9223372036854775808; expected a 64-bit int"),
     ({"value": 1.0}, r"value=1\.0; expected a 64-bit int"),
     ({"value": 1, "step": True}, "step=True; expected"),
+    ({"value": 1, "step": torch.tensor([3])}, r"or an int64 tensor of no dimensions"),
+    ({"value": 1, "step": torch.tensor(3.0)}, r"or an int64 tensor of no dimensions"),
     ({"value": 1, "origin": (0, 0)}, r"origin=\(0, 0\) and shape=\(\); expected an index"),
 ])  # fmt: skip
 def test_no_seed(given, told):

@@ -12,9 +12,10 @@ from .arrays import Array, namespace
 from .checks import choose
 from .rounding import random_bits
 
-__all__ = ["Hadamard", "transformed"]
+__all__ = ["Hadamard", "check_blocks", "transformed"]
 
 _SIZES = (2, 4, 8, 16, 32, 64, 128)
+_MASK = (1 << 64) - 1
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,26 @@ class Hadamard:
         bits = random_bits(seed, np.empty(size, np.float32)) & 1
         return cls(size, sum(int(bit) << i for i, bit in enumerate(bits)))
 
+    def for_op(self) -> list[int]:
+        """As ops take it: size, low and high 64 bits of signs, as signed integers."""
+        words = (self.signs & _MASK, self.signs >> 64)
+        return [self.size, *(word - (word >> 63 << 64) for word in words)]
+
+    @classmethod
+    def of_op(cls, given: list[int]) -> Hadamard:
+        """The inverse of :meth:`for_op`."""
+        size, low, high = given
+        return cls(size, low & _MASK | (high & _MASK) << 64)
+
+
+def check_blocks(n: int, size: int, axis: int) -> None:
+    """ValueError where blocks of ``size`` do not divide dimension ``axis``, which is ``n``."""
+    if n % size:
+        raise ValueError(
+            f"hadamard: dimension {axis} of x is {n}, not a multiple of {size}; choose a smaller "
+            "size, or pad x with zeros"
+        )
+
 
 def transformed(x: Array, hadamard: Hadamard, axis: int) -> Array:
     """fp32 of a float array, transformed along ``axis`` (-1 or -2).
@@ -64,11 +85,7 @@ def transformed(x: Array, hadamard: Hadamard, axis: int) -> Array:
     Raises ValueError where blocks do not divide the dimension.
     """
     xp, size, n = namespace(x), hadamard.size, x.shape[axis]
-    if n % size:
-        raise ValueError(
-            f"hadamard: dimension {axis} of x is {n}, not a multiple of {size}; choose a smaller "
-            "size, or pad x with zeros"
-        )
+    check_blocks(n, size, axis)
     wide = xp.astype(x, xp.float32)
     if axis == -2:
         wide = xp.matrix_transpose(wide)

@@ -7,10 +7,10 @@ from torch import Tensor
 from . import ops
 from .checks import check_axis
 from .formats import Format
-from .hadamard import Hadamard, transformed
+from .hadamard import Hadamard
 from .layouts import Layout
 from .quantize_checks import Arguments, Call, check, check_hadamard, resolve_global_scale
-from .seed import Seed, numbers_of
+from .seed import Seed, for_op
 from .tensor import ScaledTensor
 
 __all__ = ["quantize", "quantize_both", "wrap"]
@@ -100,12 +100,17 @@ def quantize(
         (axis,), format, scale_rounding, (layout,), nonfinite, pad, k_major, backend, square
     )
     call = check(x, asked, offsets, seed, gather)
-    source = x.detach() if x.requires_grad else x
+    source, transform = x.detach() if x.requires_grad else x, None
     if hadamard is not None:
-        check_hadamard(hadamard, axis, gather, offsets)
-        source = transformed(source, hadamard, axis).contiguous()
-    scalar = resolve_global_scale(global_scale, source, call.format, backend, per_matrix=True)
-    numbers = None if seed is None else list(numbers_of(seed, _rows_of(x, gather).shape))
+        check_hadamard(hadamard, x, axis, gather, offsets)
+        transform = hadamard.for_op()
+    scalar = resolve_global_scale(
+        *(global_scale, source, call.format, backend),
+        per_matrix=True,
+        axis=axis,
+        hadamard=transform,
+    )
+    numbers, step = for_op(seed, _rows_of(x, gather).shape)
     data, scale = ops.quantize(
         source,
         call.format.name,
@@ -120,6 +125,8 @@ def quantize(
         k_major,
         gather,
         square,
+        step,
+        transform,
     )
     return wrap(_rows_of(x, gather), call, 0, data, scale, scalar, offsets)
 
@@ -158,7 +165,7 @@ def quantize_both(
     call = check(x, asked, offsets, seed, gather)
     scalar = resolve_global_scale(global_scale, x, call.format, backend, per_matrix=True)
     source = x.detach() if x.requires_grad else x
-    numbers = None if seed is None else list(numbers_of(seed, _rows_of(x, gather).shape))
+    numbers, step = for_op(seed, _rows_of(x, gather).shape)
     row, row_scale, column, column_scale = ops.quantize_both(
         source,
         call.format.name,
@@ -173,6 +180,7 @@ def quantize_both(
         k_major,
         gather,
         square,
+        step,
     )
     like = _rows_of(x, gather)
     return (

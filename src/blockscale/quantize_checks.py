@@ -10,7 +10,7 @@ from torch import Tensor
 from . import ops
 from .checks import check_flag, choose
 from .formats import NONFINITE, Format, get_format
-from .hadamard import Hadamard
+from .hadamard import Hadamard, check_blocks
 from .layouts import Layout, get_layout, layouts
 from .remember import remembered
 from .seed import Seed
@@ -76,6 +76,10 @@ def check(
             f"seed: got {seed!r}; expected a 64-bit int, a blockscale.Seed, or None for nearest "
             "even"
         )
+    if isinstance(seed, Seed) and isinstance(seed.step, Tensor) and seed.step.device != x.device:
+        raise ValueError(
+            f"seed: its step is on {seed.step.device}, what is rounded on {x.device}; move it"
+        )
     check_flag("pad", request.pad)  # here: to a cache True is 1
     check_flag("k_major", request.k_major)
     check_flag("square", request.square)
@@ -133,9 +137,10 @@ def _check_names(request: Arguments) -> Call:
 
 
 def check_hadamard(
-    hadamard: object, axis: int, gather: Tensor | None, offsets: Tensor | None
+    hadamard: object, x: Tensor, axis: int, gather: Tensor | None, offsets: Tensor | None
 ) -> None:
-    """TypeError unless it is one; ValueError where rows along which it goes are not those of x."""
+    """TypeError unless it is one; ValueError where rows along which it goes are not those of x, or
+    are no whole blocks."""
     if not isinstance(hadamard, Hadamard):
         raise TypeError(
             f"hadamard: got {type(hadamard).__name__}; expected blockscale.Hadamard(...) or None"
@@ -146,6 +151,7 @@ def check_hadamard(
                 f"hadamard: goes along the rows that {name} names (axis=-2), which is not there; "
                 f"transform each group's rows by themselves, without {name}"
             )
+    check_blocks(x.shape[axis], hadamard.size, axis)
 
 
 def check_tensor(x: Tensor) -> None:
@@ -232,15 +238,18 @@ def resolve_global_scale(
     backend: str,
     *,
     per_matrix: bool = False,
+    axis: int = -1,
+    hadamard: list[int] | None = None,
 ) -> Tensor | None:
-    """The global scale given, checked, else that of ``x``; None for formats that have none.
-    ``per_matrix``: those of a batch may have one each."""
+    """The global scale given, checked, else that of ``x``, transformed along ``axis`` by
+    ``hadamard``; None for formats that have none. ``per_matrix``: those of a batch may have one
+    each."""
     if not fmt.has_global_scale:
         if global_scale is not None:
             raise ValueError(f"global_scale: format {fmt.name!r} has none; leave it out")
         return None
     if global_scale is None:
-        return ops.global_scale(x.detach(), fmt.name, backend)
+        return ops.global_scale(x.detach(), fmt.name, backend, axis, hadamard)
     if not isinstance(global_scale, Tensor):
         if not isinstance(global_scale, (int, float)) or isinstance(global_scale, bool):
             raise TypeError(f"global_scale: got {global_scale!r}; expected an fp32 scalar")

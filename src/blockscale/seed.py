@@ -7,9 +7,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-__all__ = ["Numbers", "Seed", "numbers_of"]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Numbers", "Seed", "for_op", "numbers_of"]
 
 
 _LIMIT = 2**63
@@ -17,10 +20,10 @@ _LIMIT = 2**63
 
 class Numbers(NamedTuple):
     """A seed as loops take it. The elements of the ``r``-th row of the ``m``-th matrix have indices
-    from ``first + m * matrix + r * row`` on."""
+    from ``first + m * matrix + r * row`` on. ``step`` is an int, or a tensor that has it."""
 
     value: int
-    step: int
+    step: Any
     first: int
     row: int
     matrix: int
@@ -39,26 +42,30 @@ class Seed:
 
     Args:
         value: 64 bits; a number of its own for each tensor that is rounded in a step.
-        step: 64 bits; another one rounds otherwise. ``Seed(7)`` is ``seed=7``.
+        step: 64 bits; another one rounds otherwise. ``Seed(7)`` is ``seed=7``. Or an int64 tensor
+            () on the device of what is rounded, which is read there when that happens: a replay of
+            a CUDA graph reads what is in it by then.
         origin, shape: of a part: the index of its first element in the whole tensor, and the shape
             of that. A part of a batch may begin and end anywhere along the first dimension, and
             along the last two.
 
-    Raises ValueError for numbers of more than 64 bits and for one of ``origin`` and ``shape``
-    without the other. Source: Philox4x32-10 (Salmon et al., SC 2011), whose counter is an element's
-    index / 4 and the step, and whose key is the value.
+    Raises ValueError for numbers of more than 64 bits, for other tensors, and for one of ``origin``
+    and ``shape`` without the other. Source: Philox4x32-10 (Salmon et al., SC 2011), whose counter
+    is an element's index / 4 and the step, and whose key is the value.
     """
 
     value: int
-    step: int = 0
+    step: int | Tensor = 0
     origin: Sequence[int] = ()
     shape: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         for name in ("value", "step"):
             given = getattr(self, name)
-            if type(given) is not int or not -_LIMIT <= given < _LIMIT:
-                raise ValueError(f"seed: has {name}={given!r}; expected a 64-bit int")
+            number = type(given) is int and -_LIMIT <= given < _LIMIT
+            if not number and not (name == "step" and _is_counter(given)):
+                other = ", or an int64 tensor of no dimensions" if name == "step" else ""
+                raise ValueError(f"seed: has {name}={given!r}; expected a 64-bit int{other}")
         object.__setattr__(self, "origin", tuple(self.origin))
         object.__setattr__(self, "shape", tuple(self.shape))
         if len(self.origin) != len(self.shape):
@@ -86,6 +93,21 @@ class Seed:
         row = whole[-1] if own else 1
         first = sum(at * math.prod(whole[d + 1 :]) for d, at in enumerate(origin))
         return Numbers(self.value, self.step, first, row, math.prod(whole[-2:]))
+
+
+def _is_counter(step: Any) -> bool:
+    """Whether it is a tensor that has a step."""
+    return str(getattr(step, "dtype", "")) == "torch.int64" and not len(step.shape)
+
+
+def for_op(seed: int | Seed | None, shape: Sequence[int]) -> tuple[list[int] | None, Any]:
+    """Numbers of a tensor of ``shape`` and, where that is a tensor, the step, as ops take them."""
+    if seed is None:
+        return None, None
+    numbers = numbers_of(seed, shape)
+    if type(seed) is Seed and type(seed.step) is not int:
+        return list(numbers._replace(step=0)), numbers.step
+    return list(numbers), None
 
 
 def numbers_of(seed: int | Seed, shape: Sequence[int]) -> Numbers:

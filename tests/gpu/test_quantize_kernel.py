@@ -122,6 +122,46 @@ def test_groups(name, ends):
     assert all(map(same_parts, both, (row, column)))
 
 
+# --- what training asks for -----------------------------------------------------------------------
+
+SEED = bs.Seed(-7, step=2**40 + 3)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+@pytest.mark.parametrize(("name", "layout"), PLACES)
+def test_stochastic(name, layout, dtype):
+    for nonfinite in ("propagate", "te"):
+        check(nasty(dtype), name, layout=layout, nonfinite=nonfinite, seed=SEED)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_stochastic_parts(name):
+    """Of tensors whose numbers need 64 bits, in rows that begin with a call of Philox or do not."""
+    for left in (2**32 + 4, 2**32 + 3):
+        seed = bs.Seed(5, 1, origin=(2**23 + 5, left), shape=(2**24, 2**33 + 8))
+        check(nasty(BF16, 129, 160), name, seed=seed)
+    check(nasty(BF16, 33, 37), name, seed=SEED)
+    if bs.formats[name].block[0] == 1:
+        seed = bs.Seed(5, origin=(1, 0, 16), shape=(9, 256, 512))
+        check(nasty(BF16, 3 * 128, 256).view(3, 128, 256), name, seed=seed)
+
+
+def test_cuda_graph_of_steps():
+    """A step in a tensor is read by each replay."""
+    x, step = nasty(BF16), torch.tensor(0, device=DEVICE)
+    there, seed = x.to(DEVICE), bs.Seed(3, step)
+    given = {"seed": seed, "backend": "kernel", "global_scale": 0.01}
+    bs.quantize_both(there, "nvfp4", **given)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = bs.quantize_both(there, "nvfp4", **given)
+        step += 1
+    for value in range(3):
+        graph.replay()
+        wanted = bs.quantize_both(x, "nvfp4", seed=bs.Seed(3, value), global_scale=0.01)
+        assert all(map(same_parts, results, wanted))
+
+
 # --- what torch does ------------------------------------------------------------------------------
 
 
@@ -203,6 +243,7 @@ def test_no_call_waits_for_the_device():
         for name in FORMATS:
             bs.quantize_both(x, name, backend="kernel")
         bs.quantize(x, "nvfp4", global_scale=0.01, backend="kernel")
+        bs.quantize(x, "mxfp8", seed=bs.Seed(3, step=5), backend="kernel")
         bs.quantize_both(x, layout=("tcgen05", "compact"), offsets=cut, backend="kernel")
 
     calls()
@@ -268,8 +309,9 @@ def test_fallback(monkeypatch):
         got = bs.quantize(x.to(DEVICE), "mxfp6_e2m3"), bs.quantize(x.to(DEVICE), "mxfp6_e2m3")
     assert len(said) == 1
     assert all(same_parts(q, bs.quantize(x, "mxfp6_e2m3")) for q in got)
+    rows = torch.arange(3, dtype=torch.int32, device=DEVICE)
     with pytest.raises(ValueError, match="backend: no kernel can run quantize as asked for: seed"):
-        bs.quantize(x.to(DEVICE), seed=1, backend="kernel")
+        bs.quantize(x.to(DEVICE), seed=1, gather=rows, backend="kernel")
 
 
 @pytest.mark.slow

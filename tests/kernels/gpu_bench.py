@@ -12,8 +12,10 @@ from blockscale import emulator as em
 from blockscale import reference
 from blockscale.emulator.observe.report import Report
 from blockscale.formats import get_format
+from blockscale.hadamard import Hadamard, transformed
 from blockscale.kernels.quantizers import calls as quantizers
 from blockscale.layouts import Grouped, as_bytes, get_layout
+from blockscale.seed import Seed, numbers_of
 from stand_in import chip
 
 
@@ -54,7 +56,7 @@ def produced(
 
 
 #: Arguments of these helpers that are fields of a Request.
-NAMES = ("scale_rounding", "nonfinite", "producer", "k_major")
+NAMES = ("scale_rounding", "nonfinite", "producer", "k_major", "square")
 
 
 def emulated(
@@ -67,10 +69,15 @@ def emulated(
     completion: str = "late",
     profile: bool = False,
     multiprocessors: int | None = 0,
+    seed: Seed | None = None,
+    hadamard: Hadamard | None = None,
     **kwargs: Any,
 ) -> tuple[list[tuple[Tensor, Tensor]], list[Report]]:
     """What the kernel gives in the emulator, and the reports of its launches. On a GPU of no
     ``multiprocessors`` small tensors get the kernels of large ones."""
+    numbers = None if seed is None else numbers_of(seed, x.shape)
+    if numbers is not None or hadamard is not None:
+        kwargs["further"] = quantizers.Further(numbers, hadamard)
     device = em.Device(arch, completion=completion, check="all,exit_stores,global")
     layouts = layouts or ("compact",) * len(axes)
     with em.cutedsl(device, profile=profile) as reports, poisoned():
@@ -81,13 +88,28 @@ def emulated(
 
 
 def expected(
-    x: Tensor, format: str, axis: int, layout: str, offsets: Tensor | None = None, **kwargs: Any
+    x: Tensor,
+    format: str,
+    axis: int,
+    layout: str,
+    offsets: Tensor | None = None,
+    *,
+    seed: Seed | None = None,
+    hadamard: Hadamard | None = None,
+    square: bool = False,
+    **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
     fmt = get_format(format)
     kwargs.setdefault("scale_rounding", fmt.default_scale_rounding)
-    cut = offsets if axis == -2 else None
-    data, scale = reference.quantize(x, fmt, axis=axis, offsets=cut, **kwargs)
+    kwargs["seed"] = None if seed is None else numbers_of(seed, x.shape)
+    x = x if hadamard is None else transformed(x, hadamard, axis)
+    kind, cut = fmt.squared if square else fmt, offsets if axis == -2 else None
+    data, scale = reference.quantize(x, kind, axis=axis, offsets=cut, **kwargs)
     scale = as_bytes(scale)
+    if square:
+        other = -3 - axis
+        line = torch.arange(x.shape[other]) // fmt.block_size
+        scale = scale.index_select(other, line)
     if layout == "compact":
         return data, scale
     matrix, where = scale if axis == -1 else scale.mT, get_layout(layout)

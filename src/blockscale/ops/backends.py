@@ -45,7 +45,7 @@ OPERATIONS = (
 BACKENDS = ("auto", "kernel", "reference")
 
 # What is said of those with GPU kernels.
-_QUANTIZE = "reference where seed= or a 6-bit format is asked for"
+_QUANTIZE = "reference where a 6-bit format is asked for, or seed= with offsets= or gather="
 _SWIGLU = "reference where a 6-bit format is asked for"
 _ON_GPU = {
     "quantize": _QUANTIZE,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .. import reference
 from ..formats import Format, get_format, padded_groups
+from ..hadamard import Hadamard, transformed
 from ..kernels.common.gpu import Unsupported
 from ..kernels.common.runtime import gpu_of
 from ..kernels.cpu import calls as cpu
@@ -41,16 +42,21 @@ def quantize(
     k_major: bool = False,
     gather: Tensor | None = None,
     square: bool = False,
+    step: Tensor | None = None,
+    hadamard: list[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Data and scales of ``x``, scales in ``layout``; see reference.quantize.
 
     With ``gather``, of rows of ``x``. With ``offsets``, axis -2 has blocks that start anew in each
     group, axis -1 scales that ``layouts.Grouped`` places, in layouts that spread them. ``seed``:
-    :class:`blockscale.seed.Numbers`, rounds stochastically. ``square``: scales are of squares of
-    elements, and stored for each of their rows, or columns.
+    :class:`blockscale.seed.Numbers`, rounds stochastically; ``step``: () int64 on x's device, takes
+    the place of theirs. ``square``: scales are of squares of elements, and stored for each of their
+    rows, or columns. ``hadamard``: size and signs of :meth:`Hadamard.for_op`; transforms ``x``
+    along ``axis`` before.
     """
     if axis == -1 and not get_layout(layout).spreads:
         offsets = None  # groups of rows move no scale
+    further = _further(seed, step, hadamard)
     if backend != "reference":
         grouped = offsets is not None
         asked = quantizers.Request(
@@ -58,9 +64,11 @@ def quantize(
             square=square,
         )
         try:
-            return _by_kernel(x, asked, global_scale, offsets, seed, gather)[0]
+            return _by_kernel(x, asked, global_scale, offsets, further, gather)[0]
         except Unsupported as why:
             fall_back("quantize", x, backend, str(why))
+    if further.hadamard is not None:
+        x = transformed(x, further.hadamard, axis).contiguous()
     x, fmt = x if gather is None else x[gather], get_format(format)
     data, scale = reference.quantize(
         x,
@@ -70,7 +78,7 @@ def quantize(
         nonfinite=nonfinite,
         global_scale=global_scale,
         offsets=offsets if axis == -2 else None,
-        seed=None if seed is None else Numbers(*seed),
+        seed=further.numbers,
         k_major=k_major,
     )
     scale = _repeated(scale, fmt, axis, x.shape) if square else scale
@@ -93,8 +101,11 @@ def quantize_both(
     k_major: bool = False,
     gather: Tensor | None = None,
     square: bool = False,
+    step: Tensor | None = None,
+    hadamard: list[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``quantize`` along -1, then along -2, from one read of ``x`` where a kernel can do that."""
+    """``quantize`` along -1, then along -2, from one read of ``x`` where a kernel can do that;
+    transformed along each axis, if at all."""
     layouts = row_layout, column_layout
     if backend != "reference" and gpu_of(x.device) is not None:
         grouped = offsets is not None
@@ -103,24 +114,34 @@ def quantize_both(
             square=square,
         )
         try:
-            row, column = _by_kernel(x, asked, global_scale, offsets, seed, gather)
+            further = _further(seed, step, hadamard)
+            row, column = _by_kernel(x, asked, global_scale, offsets, further, gather)
         except Unsupported:
             pass  # what one axis needs, the other may not
         else:
             return *row, *column
     x = x if gather is None else x[gather]
-    further = global_scale, offsets, seed, backend, k_major, None, square
+    rest = global_scale, offsets, seed, backend, k_major, None, square, step, hadamard
     row, column = (
-        quantize(x, format, axis, scale_rounding, nonfinite, layout, *further)
+        quantize(x, format, axis, scale_rounding, nonfinite, layout, *rest)
         for axis, layout in zip((-1, -2), layouts, strict=True)
     )
     return *row, *column
 
 
 @operation(fakes.global_scale)
-def global_scale(x: Tensor, format: str, backend: str = "auto") -> Tensor:
-    """fp32 scalar for a format with two levels of scales; see reference.global_scale."""
+def global_scale(
+    x: Tensor,
+    format: str,
+    backend: str = "auto",
+    axis: int = -1,
+    hadamard: list[int] | None = None,
+) -> Tensor:
+    """fp32 scalar for a format with two levels of scales; see reference.global_scale. ``hadamard``:
+    of ``x`` transformed along ``axis``, as ``quantize`` does it."""
     fmt = get_format(format)
+    if hadamard is not None:
+        x = transformed(x, Hadamard.of_op(hadamard), axis).contiguous()
     if backend != "reference":
         try:
             if gpu_of(x.device) is not None:
@@ -140,22 +161,23 @@ def _by_kernel(
     asked: quantizers.Request,
     global_scale: Tensor | None,
     offsets: Tensor | None,
-    seed: list[int] | None,
+    further: quantizers.Further,
     gather: Tensor | None,
 ) -> Sequence[Pair]:
     """What a kernel makes of ``x``, on a CPU along one axis; Unsupported where there is none."""
     if is_per_matrix(global_scale, x.shape):
-        return _one_by_one(x, asked, global_scale, seed)
+        return _one_by_one(x, asked, global_scale, further)
     gpu, fmt, axes, layouts = gpu_of(x.device), asked.fmt, asked.axes, asked.layouts
-    if seed is not None and gpu is not None:
-        raise Unsupported(
-            "seed: no kernel rounds stochastically on a GPU; leave it out to round to nearest even"
-        )
     if gpu is None:
         require_cpu_kernels()
+        numbers = further.numbers
+        if numbers is not None:
+            numbers = numbers._replace(step=int(numbers.step))
+        if further.hadamard is not None:
+            x = transformed(x, further.hadamard, axes[0]).contiguous()
         x = x if gather is None else x[gather]
         along = offsets if axes == (-2,) else None
-        if along is not None and (seed is not None or fmt.block[0] > 1):
+        if along is not None and (numbers is not None or fmt.block[0] > 1):
             raise Unsupported(
                 "offsets with axis=-2: no CPU kernel rounds stochastically, or has tiles"
             )
@@ -167,7 +189,7 @@ def _by_kernel(
             scale_rounding=asked.scale_rounding,
             nonfinite=asked.nonfinite,
             global_scale=global_scale,
-            seed=None if seed is None else Numbers(*seed),
+            seed=numbers,
         )
         scale = _repeated(scale, fmt, axes[0], x.shape) if asked.square else scale
         turned = fmt.turned(axes[0], asked.k_major)
@@ -181,7 +203,12 @@ def _by_kernel(
     if written is not layouts:
         asked = asked._replace(layouts=written)
     results = quantizers.quantize(
-        x, asked, global_scale=global_scale, offsets=offsets, gather=gather, gpu=gpu
+        *(x, asked),
+        global_scale=global_scale,
+        offsets=offsets,
+        gather=gather,
+        further=further,
+        gpu=gpu,
     )
     if written is layouts:
         return results
@@ -192,14 +219,14 @@ def _by_kernel(
 
 
 def _one_by_one(
-    x: Tensor, asked: quantizers.Request, global_scale: Tensor, seed: list[int] | None
+    x: Tensor, asked: quantizers.Request, global_scale: Tensor, further: quantizers.Further
 ) -> list[Pair]:
     """Matrices of a batch, each with its own global scale."""
-    if seed is not None:
+    if further.numbers is not None:
         raise Unsupported("seed: kernels take one global scale where they round stochastically")
     matrices, lead = x.flatten(0, -3), x.shape[:-2]
     each = [
-        _by_kernel(matrix, asked, scalar, None, None, None)
+        _by_kernel(matrix, asked, scalar, None, further, None)
         for matrix, scalar in zip(matrices, global_scale.flatten(), strict=True)
     ]
     made = []
@@ -207,6 +234,18 @@ def _one_by_one(
         data, scale = (joined(torch.stack, parts, -3) for parts in zip(*of_axis, strict=True))
         made.append((data.unflatten(0, lead), scale.unflatten(0, lead)))
     return made
+
+
+def _further(
+    seed: list[int] | None, step: Tensor | None, hadamard: list[int] | None
+) -> quantizers.Further:
+    """What is applied to elements, of an op's arguments."""
+    if seed is None and hadamard is None:
+        return quantizers.PLAIN
+    numbers = None if seed is None else Numbers(*seed)
+    if numbers is not None and step is not None:
+        numbers = numbers._replace(step=step)
+    return quantizers.Further(numbers, None if hadamard is None else Hadamard.of_op(hadamard))
 
 
 def _moved_apart(x: Tensor, offsets: Tensor) -> Tensor:

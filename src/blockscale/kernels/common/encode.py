@@ -20,6 +20,7 @@ from . import ptx
 from .arithmetic import element
 from .e2m1 import e2m1_of_eight
 from .spec import NEAREST_FP32, NEAREST_UE4M3, POWER_OF_TWO, Spec
+from .stochastic import stochastic_codes
 
 __all__ = ["Encoder"]
 
@@ -160,23 +161,31 @@ class Encoder:
 
     # --- elements ---------------------------------------------------------------------------------
 
-    def elements(self, words: list, amax: list, reciprocal: list) -> list:
+    def elements(
+        self, words: list, amax: list, reciprocal: list, noise: list | None = None
+    ) -> list:
         """Codes, packed into words, of words of input.
 
         ``amax`` and ``reciprocal`` are fp32 bits, one for each element; those of E2M1 elements in a
-        word of codes are of one block.
+        word of codes are of one block. ``noise``: random bits, one for each element, that round
+        stochastically.
         """
-        return self._codes(self._all_bits(words), amax, reciprocal, words)
+        signed = words if noise is None else None
+        return self._codes(self._all_bits(words), amax, reciprocal, signed, noise)
 
-    def elements_of_columns(self, rows: list, amax: list, reciprocal: list) -> list:
+    def elements_of_columns(
+        self, rows: list, amax: list, reciprocal: list, noise: list | None = None
+    ) -> list:
         """Codes, packed into words, of each column of ``rows``, which are words of input each.
 
-        ``amax`` and ``reciprocal`` are one for each column, whose rows are of one block.
+        ``amax`` and ``reciprocal`` are one for each column, whose rows are of one block. ``noise``:
+        of the elements of each row.
         """
-        columns = zip(*map(self._all_bits, rows), strict=True)
+        columns = list(zip(*map(self._all_bits, rows), strict=True))
+        random = [None] * len(columns) if noise is None else zip(*noise, strict=True)
         return [
-            self._codes(list(bits), [a] * len(bits), [r] * len(bits))
-            for bits, a, r in zip(columns, amax, reciprocal, strict=True)
+            self._codes(list(bits), [a] * len(bits), [r] * len(bits), None, noise)
+            for bits, a, r, noise in zip(columns, amax, reciprocal, random, strict=True)
         ]
 
     def in_order(self, codes: list, order) -> list:
@@ -199,7 +208,14 @@ class Encoder:
     def _all_bits(self, words: list) -> list:
         return [self._bits(word, i) for word in words for i in range(self.per_word)]
 
-    def _codes(self, bits: list, amax: list, reciprocal: list, words: list | None = None) -> list:
+    def _codes(
+        self,
+        bits: list,
+        amax: list,
+        reciprocal: list,
+        words: list | None = None,
+        noise: list | None = None,
+    ) -> list:
         """``words``: those that ``bits`` are of, if they follow each other there."""
         scaled = []
         for i in range(0, len(bits), 2):
@@ -209,6 +225,9 @@ class Encoder:
         if words is None or not self.spec.propagate:  # te changes signs
             words = [each.bitcast(Uint32) for each in scaled]
         size, count = self.per_code_word, len(scaled) // self.per_code_word
+        if noise is not None:
+            starts = range(0, len(scaled), size)
+            return [self._stochastic(scaled[i:][:size], amax[i], noise[i:][:size]) for i in starts]
         signed = len(words) // count
         return [
             self._pack(scaled[i * size :][:size], amax[i * size], words[i * signed :][:signed])
@@ -239,7 +258,16 @@ class Encoder:
             word = ptx.e2m1_of_eight(values)
         else:
             word = e2m1_of_eight(values, signed)
-        if self.spec.propagate:  # E2M1 has no NaN: only the block's scale says so
+        return self._of_block(word, amax)
+
+    def _stochastic(self, values: list, amax, noise):
+        """A word of codes, rounded stochastically."""
+        word = stochastic_codes(values, noise, self.spec)
+        return self._of_block(word, amax) if self.element == "e2m1" else word
+
+    def _of_block(self, word, amax):
+        """A word of E2M1 codes; zero in a block whose scale alone can say that it is NaN."""
+        if self.spec.propagate:
             word = _select(amax >= Uint32(FP32_INF), Uint32(0), word)
         return word
 

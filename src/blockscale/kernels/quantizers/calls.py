@@ -15,12 +15,15 @@ from .dequantize_plan import (
     dequantize,
     plan_dequantize,
 )
+from .further import PLAIN, Further
 from .norm import rmsnorm, unsupported_rmsnorm
 from .plan import QuantizePlan, plan_amax, plan_quantize, unsupported
 
 __all__ = [
+    "PLAIN",
     "DequantizeCall",
     "DequantizePlan",
+    "Further",
     "QuantizePlan",
     "Request",
     "Stored",
@@ -44,6 +47,7 @@ def quantize(
     offsets: Tensor | None = None,
     gather: Tensor | None = None,
     others: tuple[Tensor, ...] = (),
+    further: Further = PLAIN,
     gpu: Gpu | None = None,
 ) -> list[tuple[Tensor, Tensor]]:
     """Data and scales of ``x`` (..., M, K) for each of the axes of ``request``, from one read of
@@ -58,6 +62,7 @@ def quantize(
             in each group.
         gather: int32 (R,), the row of ``x`` that each row is; one that ``x`` has not is NaN.
         others: what the producer of ``request`` takes beside ``x``.
+        further: what is applied to the elements.
         gpu: to choose the kernel for where ``x`` is on a CPU, for the emulator.
 
     One-byte scales are returned as uint8. Raises Unsupported, a ValueError, where ``unsupported``
@@ -67,6 +72,12 @@ def quantize(
     rows = None if gather is None else gather.shape[0]
     if request.grouped is not (groups is not None) or request.gather is not (rows is not None):
         request = request._replace(grouped=groups is not None, gather=rows is not None)
+    if further is not PLAIN:
+        request = request._replace(
+            stochastic=further.numbers is not None,
+            fours=further.fours,
+            hadamard=0 if further.hadamard is None else further.hadamard.size,
+        )
     inputs, weights = _divided(x, others, request.producer)
     plan = plan_quantize(
         tuple(map(describe, inputs)),
@@ -77,7 +88,7 @@ def quantize(
         groups,
         rows,
     )
-    written = plan.quantize(inputs, global_scale, offsets, gather, weights)
+    written = plan.quantize(inputs, global_scale, offsets, gather, weights, further)
     # shaped while the kernel runs
     return [output.shaped(*written[output.first : output.first + 2]) for output in plan.outputs]
 

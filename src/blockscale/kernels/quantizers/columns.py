@@ -151,12 +151,14 @@ class Columns:
                     target = staged + place.place(column + _at(j, order), band)
                     ptx.store_shared(target, [scales[j][0]], place.itemsize)
         if const_expr(self.pieces is not None):
-            self.put(part, (row, column), first, amaxes, reciprocals, order)
+            self.put(part, (row, column), first, amaxes, reciprocals, order, rows)
         else:
             for j in range_constexpr(self.depth):
                 start = part.address + first + j * PANEL * itemsize
                 words = load_words(start, itemsize, order)
-                elements = encoder.in_order(encoder.elements(words, amaxes, reciprocals), order)
+                noise = rows.random(part, (row, column), order, j)
+                elements = encoder.elements(words, amaxes, reciprocals, noise)
+                elements = encoder.in_order(elements, order)
                 if const_expr(config.grouped):  # the tail is zero
                     owned = rows.start < rows.scale_stop
                     elements = [Uint32(select_(owned, word, Uint32(0))) for word in elements]
@@ -200,14 +202,16 @@ class Columns:
         return [found] * ELEMENTS, [reciprocal] * ELEMENTS
 
     @cute.jit
-    def put(self, part, where, first, amaxes, reciprocals, order):
+    def put(self, part, where, first, amaxes, reciprocals, order, rows):
         """Replace a lane's rows of 16 columns by the pieces, or parts of them, made of them."""
         row, column = where
         itemsize, codes = self.config.dtype.itemsize, [[] for _ in range(ELEMENTS)]
         for j in range_constexpr(0, self.depth, 4):  # a word of each column
             start = part.address + first + j * PANEL * itemsize
             words = [load_words(start + i * PANEL * itemsize, itemsize, order) for i in range(4)]
-            found = self.encoder.elements_of_columns(words, amaxes, reciprocals)
+            noise = [rows.random(part, where, order, j + i) for i in range(4)]
+            noise = None if noise[0] is None else noise
+            found = self.encoder.elements_of_columns(words, amaxes, reciprocals, noise)
             for k in range_constexpr(ELEMENTS):
                 codes[k] += found[k]
         cute.arch.sync_warp()  # all of the warp's rows have been read

@@ -78,6 +78,10 @@ class Request(NamedTuple):
         k_major: data along columns is stored column by column, as 4-bit data always is.
         gather: what is quantized are rows of x in another order.
         square: scales are of squares of elements, and stored for each of their rows, or columns.
+        stochastic: elements are rounded by random bits.
+        fours: these are numbered such that four elements that follow each other share a call of
+            Philox; found by the call.
+        hadamard: the size of a transform before, along each of ``axes``; 0 for none.
     """
 
     format: str
@@ -90,6 +94,9 @@ class Request(NamedTuple):
     k_major: bool = False
     gather: bool = False
     square: bool = False
+    stochastic: bool = False
+    fours: bool = True
+    hadamard: int = 0
 
     @property
     def fmt(self) -> Format:
@@ -120,6 +127,7 @@ class Config:
             gathered; else by plain loads, an element at a time.
         column_store: bytes of a store of column-wise data: 16 or 1, of 4-bit data 16 or 8.
         scale_stores: bytes of a store of scales, for each of ``axes``.
+        stochastic, fours: of the request.
     """
 
     arch: str
@@ -142,6 +150,8 @@ class Config:
     aligned: bool
     column_store: int
     scale_stores: tuple[int, ...]
+    stochastic: bool = False
+    fours: bool = True
 
     @property
     def spec(self) -> Spec:
@@ -256,6 +266,8 @@ def choose_config(
             _scale_store(shape, columns, request, axis, layout)
             for axis, layout in zip(axes, layouts, strict=True)
         ),
+        stochastic=request.stochastic,
+        fours=request.fours,
     )
 
 

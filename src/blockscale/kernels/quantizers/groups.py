@@ -17,6 +17,7 @@ from cutlass import Int32, cute, range_constexpr, select_
 from ...formats import GROUP_TILE
 from ..common import ptx
 from ..common.scan import inclusive_scan
+from .applied import NOTHING, Applied
 
 __all__ = ["TileRows", "find_rows", "scale_rows", "tile_count"]
 
@@ -34,6 +35,7 @@ class TileRows:
         apart: the first row where groups are moved apart, as scales along columns have them;
             beyond all, of the tail.
         unused: tiles of no row there, as two ranges (first, stop), this one's to clear.
+        applied: what is applied to their elements.
     """
 
     start: Any
@@ -42,6 +44,15 @@ class TileRows:
     scale_start: Any
     apart: Any
     unused: Any = None
+    applied: Applied = NOTHING
+
+    def random(self, part, where, order, below: int = 0) -> list | None:
+        """Random bits, if there are any, of 16 elements of a part of the tile, read in ``order``:
+        from the row and column ``where`` on, or so many rows ``below``."""
+        if self.applied.noise is None:
+            return None
+        row, column = where
+        return self.applied.noise.of_row(self.start + row + below, part.column + column, order)
 
 
 def scale_rows(rows, groups):

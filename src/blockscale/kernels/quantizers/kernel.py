@@ -9,7 +9,7 @@ and after a barrier all threads copy them out.
 from __future__ import annotations
 
 import cutlass
-from cutlass import Float32, Int32, Uint32, const_expr, cute, range_constexpr
+from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute, range_constexpr
 
 from ...formats import GROUP_TILE, get_format, padded_groups
 from ..common import ptx
@@ -17,9 +17,11 @@ from ..common.encode import Encoder
 from ..common.pdl import pdl_wait
 from ..common.shared import allocate, clear
 from ..common.tensor_specs import any_outputs, any_source, any_tensor, compile_for
+from .applied import NOTHING, Applied
 from .columns import Columns, Target
 from .config import PRODUCERS, Config
 from .groups import TileRows, find_rows, scale_rows, tile_count
+from .noise import Noise
 from .packed import PackedColumns
 from .pieces import Pieces
 from .rows import Rows
@@ -61,12 +63,13 @@ class Quantizer:
                 self.columns[axis] = Columns(config, self.encoder, block, place, self.rows, turned)
 
     @cute.jit
-    def __call__(self, sources, outputs, global_scale, offsets, of_rows, stream):
+    def __call__(self, sources, outputs, global_scale, offsets, of_rows, applied, stream):
         """Launch. ``sources`` (M, K) each. ``outputs``: data (rows, bytes) and scales in any shape
         along rows, then along columns, data there (columns, bytes) if turned; None for an axis that
         is not asked for. Or None, too: ``global_scale`` () fp32, ``offsets`` (groups,) int32, and
         ``of_rows``: (rows,) int32 to gather, weights (M,) fp32, and for their gradients partial
-        sums (columns / 64, M) fp32.
+        sums (columns / 64, M) fp32; and ``applied``: what ``applied.Further`` has, see
+        ``_any_applied``.
         """
         config = self.config
         atoms, views = self.tiles.descriptors(sources)
@@ -79,7 +82,7 @@ class Quantizer:
         if const_expr(config.grouped):
             down = tile_count(rows, offsets.shape[0])
         outputs = {-1: outputs[:2], -2: outputs[2:]}
-        self.kernel(atoms, views, sources, outputs, global_scale, offsets, of_rows).launch(
+        self.kernel(atoms, views, sources, outputs, global_scale, offsets, of_rows, applied).launch(
             grid=(
                 cute.ceil_div(columns, config.tile_columns),
                 cutlass.min(down, _DEEP),
@@ -91,7 +94,7 @@ class Quantizer:
         )
 
     @cute.kernel
-    def kernel(self, atoms, views, sources, outputs, global_scale, offsets, of_rows):
+    def kernel(self, atoms, views, sources, outputs, global_scale, offsets, of_rows, applied):
         config = self.config
         pdl_wait()
         across, down, layer = cute.arch.block_idx()
@@ -113,7 +116,8 @@ class Quantizer:
         if const_expr(config.grouped):
             rows = find_rows(down, offsets, m)
         else:
-            rows = TileRows(row, m, m, row, row)
+            made = self.apply(applied, matrix)
+            rows = TileRows(row, m, m, row, row, None, made)
 
         memory = cutlass.memory.SmemAllocator()
         tiles, barrier = self.tiles.allocate(memory)
@@ -149,6 +153,12 @@ class Quantizer:
                 for first, stop in rows.unused:
                     for tile in range(first, stop):
                         self.pieces.copy(part, outputs[-2][0], tile * GROUP_TILE, made=False)
+
+    def apply(self, given, matrix) -> Applied:
+        """What is applied to the elements of a matrix."""
+        if not self.config.stochastic:
+            return NOTHING
+        return Applied(Noise.of(given, matrix, self.config.fours))
 
     @cute.jit
     def quantize(self, loading, loaded, parts, outputs, maxima, table, global_scale):
@@ -252,6 +262,13 @@ def _of_rows(config: Config, given: tuple | None) -> list:
     return [indices, *given, None, None][:3]
 
 
+def _any_applied(config: Config) -> tuple | None:
+    """The numbers of random bits (:meth:`Noise.of`), or None."""
+    if not config.stochastic:
+        return None
+    return any_tensor(Int64, 0, 8), *[Int64(0)] * 4
+
+
 def compile_config(config: Config):
     """The host function of a kernel, which takes tensors of any shape."""
     quantizer, outputs = Quantizer(config), []
@@ -269,4 +286,5 @@ def compile_config(config: Config):
         any_tensor(Float32, 0, 4) if quantizer.encoder.has_table else None,
         any_tensor(Int32, 1, 4) if config.grouped else None,
         _any_of_rows(config),
+        _any_applied(config),
     )

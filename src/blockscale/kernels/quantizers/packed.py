@@ -42,19 +42,19 @@ class PackedColumns:
         for i in range_constexpr(self.bands * config.panels * 2 // config.warps):
             unit = i * config.warps + warp
             half, band = unit // self.bands, unit % self.bands
-            self.quantize(part.address, staged, (half, band), encode_scale, table)
+            self.quantize(part, staged, (half, band), rows, encode_scale, table)
         cute.arch.sync_threads()
         self.pieces.copy(part, data, rows.apart)
 
     @cute.jit
-    def quantize(self, address, staged, where, encode_scale, table):
+    def quantize(self, part, staged, where, rows, encode_scale, table):
         """Scales and pieces of 64 columns of a band; ``where`` is half a panel and the band."""
         encoder, place, size = self.encoder, self.place, self.block_size
         itemsize = self.config.dtype.itemsize
         lane = cute.arch.thread_idx()[0] % 32
         half, band = where
         row = half // 2 * self.config.loaded_rows + band * BAND
-        start = address + (row * PANEL + half % 2 * HALF + 2 * lane) * itemsize
+        start = part.address + (row * PANEL + half % 2 * HALF + 2 * lane) * itemsize
         column = half * HALF + 2 * lane
         codes = [[], []]
         for j in range_constexpr(BAND // size):
@@ -66,12 +66,16 @@ class PackedColumns:
             amaxes = [amax for state in states for amax in encoder.amaxes(state)]
             scales = [encoder.scale(amax, encode_scale, table) for amax in amaxes]
             reciprocals = [reciprocal for _, reciprocal in scales]
-            packed = encoder.elements_of_columns(words, amaxes, reciprocals)
+            noise = None
+            if const_expr(rows.applied.noise is not None):
+                top = rows.start + band * BAND + j * size
+                noise = rows.applied.noise.of_pairs(top, part.column + column, size)
+            packed = encoder.elements_of_columns(words, amaxes, reciprocals, noise)
             for k in range_constexpr(2):
                 target = staged + place.place(column + k, band * (BAND // size) + j)
                 ptx.store_shared(target, [scales[k][0]], place.itemsize)
                 codes[k] += packed[k]
         cute.arch.sync_warp()  # all of these columns have been read
-        target = self.pieces.at(address, column // 2, band)
+        target = self.pieces.at(part.address, column // 2, band)
         for k in range_constexpr(2):
             ptx.store_shared(target + k * self.pieces.pitch, codes[k], PIECE)

@@ -16,6 +16,7 @@ from ...layouts import get_layout
 from ..common.gpu import Gpu, Unsupported
 from ..common.runtime import FLOATS, Described, gpu_of, missing
 from .config import PANEL, PRODUCERS, Config, Request, choose_config, why_not
+from .further import PLAIN, Further
 from .outputs import Output, choose_output
 
 __all__ = ["QuantizePlan", "as_matrix", "plan_amax", "plan_quantize", "unsupported"]
@@ -49,6 +50,7 @@ class QuantizePlan:
         offsets: Tensor | None = None,
         gather: Tensor | None = None,
         weights: tuple[Tensor | None, Tensor | None] = (None, None),
+        further: Further = PLAIN,
     ) -> list[Any]:
         """Data and scales along rows, then along columns, as the kernel writes them: matrices that
         ``outputs`` shape; None where an axis is not asked for. ``weights``: of rows, and where
@@ -60,7 +62,8 @@ class QuantizePlan:
         # kernels read vectors
         offsets = offsets.contiguous() if self.grouped and offsets is not None else None
         of_rows = tuple([x for x in (gather, *weights) if x is not None]) or None
-        self.run(self.sources(*inputs), tuple(written), global_scale, offsets, of_rows)
+        applied = further.arguments(inputs[0].device)
+        self.run(self.sources(*inputs), tuple(written), global_scale, offsets, of_rows, applied)
         return written
 
     def global_scale(self, inputs: tuple[Tensor, ...], weights: Tensor | None = None) -> Tensor:
@@ -95,6 +98,10 @@ def _unsupported(
     format, axes, layouts = request.fmt, request.axes, request.layouts
     compact = set(layouts) == {"compact"}
     matrix = request.producer != "load" or request.grouped or request.gather or not compact
+    if request.hadamard:
+        return "hadamard: no kernel on a GPU transforms"
+    for argument, reason in _alone(request):
+        return f"{argument}: no kernel takes it with {reason}; leave out one of them"
     if len(shape) > 2 and matrix:
         return f"x has shape {tuple(shape)}: the kernels take matrices, or compact scales of more"
     if len(shape) < 2 and (matrix or -2 in axes):
@@ -115,6 +122,17 @@ def _unsupported(
     return why_not(request, gpu.arch)
 
 
+def _alone(request: Request) -> list[tuple[str, str]]:
+    """Arguments that only kernels of one plain matrix or batch take, with what they are given."""
+    asked = {"seed": request.stochastic}
+    given = {
+        "offsets": request.grouped,
+        "gather": request.gather,
+        f"producer {request.producer}": request.producer != "load",
+    }
+    return [(one, other) for one in asked if asked[one] for other in given if given[other]]
+
+
 def as_matrix(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, int, int] | None:
     """Rows, columns and the distance between rows of all dimensions but the last taken as one."""
     rows, apart = 1, 0
@@ -129,8 +147,9 @@ def as_matrix(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, int, in
 
 
 def _is_batch(shape: Sequence[int], request: Request) -> bool:
-    """Whether blocks must not reach from one matrix into the next."""
-    return len(shape) > 2 and (-2 in request.axes or shape[-2] % request.fmt.block[0] > 0)
+    """Whether blocks must not reach from one matrix into the next, or matrices have numbers."""
+    cut = -2 in request.axes or request.stochastic or shape[-2] % request.fmt.block[0] > 0
+    return len(shape) > 2 and cut
 
 
 def _as_batch(

@@ -67,7 +67,8 @@ class Rows:
         if column // ELEMENTS % lanes == 0:
             target = staged + place.place(row, column // self.block_size)
             ptx.store_shared(target, [code], place.itemsize)
-        codes = encoder.elements(words, [amax] * ELEMENTS, [reciprocal] * ELEMENTS)
+        noise = rows.random(part, where, order)
+        codes = encoder.elements(words, [amax] * ELEMENTS, [reciprocal] * ELEMENTS, noise)
         codes = encoder.in_order(codes, order)
         row = rows.start + row
         column = (part.column + column) * bits // 8

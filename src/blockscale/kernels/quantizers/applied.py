@@ -1,0 +1,22 @@
+"""What a kernel does to elements beside plain quantization."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["NOTHING", "Applied"]
+
+
+@dataclass(frozen=True)
+class Applied:
+    """Values in a block of threads, of what a launch is given; None of what is not asked for.
+
+    Attributes:
+        noise: random bits of elements.
+    """
+
+    noise: Any = None
+
+
+NOTHING = Applied()

@@ -1,0 +1,44 @@
+"""What a call wants done to elements beside plain quantization."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...hadamard import Hadamard
+from ...seed import Numbers
+
+__all__ = ["PLAIN", "Further"]
+
+
+class Further(NamedTuple):
+    """Nothing, unless told.
+
+    Attributes:
+        numbers: round stochastically so; its step may be a tensor, () int64 on the device.
+        hadamard: transform along the contraction before.
+    """
+
+    numbers: Numbers | None = None
+    hadamard: Hadamard | None = None
+
+    @property
+    def fours(self) -> bool:
+        """Whether four elements that follow each other, from a multiple of four on, share a call of
+        Philox."""
+        return self.numbers is None or not any(n % 4 for n in self.numbers[2:])
+
+    def arguments(self, device: torch.device) -> tuple[Any, ...] | None:
+        """Of a kernel."""
+        if self.numbers is None:
+            return None
+        value, step, *places = self.numbers
+        if not isinstance(step, Tensor):
+            step = torch.full((), step, dtype=torch.int64, device=device)
+        return step, value, *places
+
+
+#: Nothing of it.
+PLAIN = Further()
