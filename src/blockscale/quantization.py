@@ -9,7 +9,10 @@ from typing import Any
 from .checks import check_flag, choose
 from .hadamard import Hadamard
 
-__all__ = ["PLAIN", "Quantization"]
+__all__ = ["PLAIN", "SCALINGS", "Quantization", "check_eden"]
+
+#: How a block's scale is chosen.
+SCALINGS = ("amax", "four_over_six", "ms_eden")
 
 
 @dataclass(frozen=True)
@@ -24,19 +27,30 @@ class Quantization:
         square: one scale for each square of elements (16 x 16 in NVFP4): both forms of a matrix,
             along rows and along columns, then have the same elements.
         hadamard: transform along the contraction before, both operands of a product alike.
+        random_signs: of the transform, drawn anew in each step.
+        scaling: how a block of NVFP4 gets its scale. ``"amax"``: its largest element becomes 6.
+            ``"four_over_six"``: 6, or 4 where the squared error is then smaller (arXiv 2512.02010).
+            ``"ms_eden"``: by a factor for each block of the transform, which makes it as long as it
+            was along what it was, and rounded stochastically, the elements to nearest: on average
+            over signs that is right, with a smaller error than that of ``stochastic``
+            (arXiv 2601.22813).
 
-    :func:`blockscale.quantize` takes the same one by one: ``seed``, ``square``, ``hadamard``.
-    Raises TypeError for a ``hadamard`` that is none, ValueError for flags that are none, and for a
-    transform of squares, which would go along one of their sides.
+    :func:`blockscale.quantize` takes the same one by one: ``seed``, ``square``, ``hadamard``,
+    ``scaling``. Raises TypeError for a ``hadamard`` that is none and for flags that are none,
+    ValueError for what cannot be together.
     """
 
     stochastic: bool = False
     square: bool = False
     hadamard: Hadamard | None = None
+    random_signs: bool = False
+    scaling: str = "amax"
 
     def __post_init__(self) -> None:
         check_flag("stochastic", self.stochastic)
         check_flag("square", self.square)
+        check_flag("random_signs", self.random_signs)
+        choose("scaling", self.scaling, dict.fromkeys(SCALINGS))
         if not isinstance(self.hadamard, Hadamard | None):
             raise TypeError(
                 f"hadamard: got {self.hadamard!r}; expected blockscale.Hadamard(...) or None"
@@ -46,6 +60,27 @@ class Quantization:
                 "square, hadamard: a transform goes along one side of a square, and both sides "
                 "have its scale; leave out one of them"
             )
+        if self.random_signs and (self.hadamard is None or self.hadamard.signs):
+            raise ValueError(
+                "random_signs: are those of a transform that has none of its own; give a "
+                "hadamard=blockscale.Hadamard(size)"
+            )
+        if self.scaling != "amax" and self.stochastic:
+            raise ValueError(
+                f"scaling, stochastic: {self.scaling!r} rounds elements to nearest; leave out one "
+                "of them"
+            )
+        check_eden(self.scaling, self.hadamard)
+
+    @property
+    def is_random(self) -> bool:
+        """Whether it depends on a seed."""
+        return self.stochastic or self.random_signs or self.scaling == "ms_eden"
+
+    @property
+    def transform(self) -> tuple[Hadamard | None, bool]:
+        """In which both operands of a product agree."""
+        return self.hadamard, self.random_signs
 
     def __repr__(self) -> str:
         given = (f"{name}={getattr(self, name)!r}" for name in self._given())
@@ -83,6 +118,15 @@ class Quantization:
         if isinstance(given.get("hadamard"), Mapping):
             given["hadamard"] = Hadamard(**given["hadamard"])
         return cls(**given)
+
+
+def check_eden(scaling: str, hadamard: Hadamard | None) -> None:
+    """ValueError for corrections of nothing."""
+    if scaling == "ms_eden" and (hadamard is None or hadamard.size < 16):
+        raise ValueError(
+            "scaling: 'ms_eden' corrects blocks that are transformed; give a "
+            "hadamard=blockscale.Hadamard(128), or one of 16, 32 or 64"
+        )
 
 
 PLAIN = Quantization()

@@ -9,6 +9,7 @@ from .checks import check_axis
 from .formats import Format
 from .hadamard import Hadamard
 from .layouts import Layout
+from .quantization import check_eden
 from .quantize_checks import Arguments, Call, check, check_hadamard, resolve_global_scale
 from .seed import Seed, for_op
 from .tensor import ScaledTensor
@@ -33,6 +34,7 @@ def quantize(
     seed: int | Seed | None = None,
     square: bool = False,
     hadamard: Hadamard | None = None,
+    scaling: str = "amax",
     k_major: bool = False,
     backend: str = "auto",
 ) -> ScaledTensor:
@@ -76,6 +78,8 @@ def quantize(
             ``offsets`` would cut squares.
         hadamard: transform ``x`` along ``axis`` before, in fp32: a :class:`Hadamard`, the same for
             both operands of a product. By plain torch.
+        scaling: of NVFP4, how a block's scale is chosen, see :class:`blockscale.Quantization`;
+            ``"ms_eden"`` needs ``hadamard`` and ``seed``, which rounds scales then. By plain torch.
         k_major: store 8-bit columns (``axis=-2``) with the contraction contiguous, as Hopper's FP8
             tensor cores read them: ``qdata`` is then the ``mT`` of a contiguous tensor, each of
             whose rows starts at a multiple of 32 bytes. Values and scales are the same. Rows, and
@@ -97,18 +101,23 @@ def quantize(
     """
     axis = check_axis(axis)
     asked = Arguments(
-        (axis,), format, scale_rounding, (layout,), nonfinite, pad, k_major, backend, square
+        *((axis,), format, scale_rounding, (layout,), nonfinite),
+        *(pad, k_major, backend, square, scaling),
     )
     call = check(x, asked, offsets, seed, gather)
     source, transform = x.detach() if x.requires_grad else x, None
     if hadamard is not None:
         check_hadamard(hadamard, x, axis, gather, offsets)
         transform = hadamard.for_op()
+    check_eden(scaling, hadamard)
+    if scaling == "ms_eden" and seed is None:
+        raise ValueError("seed: got None, and scaling='ms_eden' rounds scales by it; pass one")
     scalar = resolve_global_scale(
         *(global_scale, source, call.format, backend),
         per_matrix=True,
         axis=axis,
         hadamard=transform,
+        scaling=scaling,
     )
     numbers, step = for_op(seed, _rows_of(x, gather).shape)
     data, scale = ops.quantize(
@@ -127,6 +136,7 @@ def quantize(
         square,
         step,
         transform,
+        scaling,
     )
     return wrap(_rows_of(x, gather), call, 0, data, scale, scalar, offsets)
 
@@ -144,6 +154,7 @@ def quantize_both(
     gather: Tensor | None = None,
     seed: int | Seed | None = None,
     square: bool = False,
+    scaling: str = "amax",
     k_major: bool = False,
     backend: str = "auto",
 ) -> tuple[ScaledTensor, ScaledTensor]:
@@ -161,9 +172,15 @@ def quantize_both(
     Returns: the tensors along -1 and along -2. Raises TypeError or ValueError as :func:`quantize`.
     """
     pair = layout if isinstance(layout, tuple) else (layout, layout)
-    asked = Arguments(_BOTH, format, scale_rounding, pair, nonfinite, pad, k_major, backend, square)
+    asked = Arguments(
+        *(_BOTH, format, scale_rounding, pair, nonfinite),
+        *(pad, k_major, backend, square, scaling),
+    )
     call = check(x, asked, offsets, seed, gather)
-    scalar = resolve_global_scale(global_scale, x, call.format, backend, per_matrix=True)
+    check_eden(scaling, None)
+    scalar = resolve_global_scale(
+        global_scale, x, call.format, backend, per_matrix=True, scaling=scaling
+    )
     source = x.detach() if x.requires_grad else x
     numbers, step = for_op(seed, _rows_of(x, gather).shape)
     row, row_scale, column, column_scale = ops.quantize_both(
@@ -181,6 +198,8 @@ def quantize_both(
         gather,
         square,
         step,
+        None,
+        scaling,
     )
     like = _rows_of(x, gather)
     return (

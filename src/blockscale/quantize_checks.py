@@ -12,6 +12,7 @@ from .checks import check_flag, choose
 from .formats import NONFINITE, Format, get_format
 from .hadamard import Hadamard, check_blocks
 from .layouts import Layout, get_layout, layouts
+from .quantization import SCALINGS
 from .remember import remembered
 from .seed import Seed
 from .stored import is_per_matrix
@@ -48,6 +49,7 @@ class Arguments(NamedTuple):
     k_major: bool = False
     backend: str = "auto"
     square: bool = False
+    scaling: str = "amax"
 
 
 class Call(NamedTuple):
@@ -80,6 +82,10 @@ def check(
         raise ValueError(
             f"seed: its step is on {seed.step.device}, what is rounded on {x.device}; move it"
         )
+    if seed is not None and request.scaling == "four_over_six":
+        raise ValueError(
+            "seed: is given, and scaling='four_over_six' rounds to nearest; leave out one of them"
+        )
     check_flag("pad", request.pad)  # here: to a cache True is 1
     check_flag("k_major", request.k_major)
     check_flag("square", request.square)
@@ -109,6 +115,12 @@ def check_call(
         names = ", ".join(str(d) for d in DTYPES)
         raise TypeError(f"x: got {dtype}; expected one of {names}: cast it first")
     _check_shape(shape, call, request.pad, grouped)
+    choose("scaling", request.scaling, dict.fromkeys(SCALINGS))
+    if request.scaling != "amax" and not call.format.has_global_scale:
+        raise ValueError(
+            f"scaling: {request.scaling!r} is for scales of {get_format('nvfp4').scale.name}, "
+            f"{call.format.name!r} has {call.format.scale.name}; leave it out"
+        )
     if request.square:
         _check_square(shape, call.format, grouped)
     return call
@@ -240,6 +252,7 @@ def resolve_global_scale(
     per_matrix: bool = False,
     axis: int = -1,
     hadamard: list[int] | None = None,
+    scaling: str = "amax",
 ) -> Tensor | None:
     """The global scale given, checked, else that of ``x``, transformed along ``axis`` by
     ``hadamard``; None for formats that have none. ``per_matrix``: those of a batch may have one
@@ -249,7 +262,7 @@ def resolve_global_scale(
             raise ValueError(f"global_scale: format {fmt.name!r} has none; leave it out")
         return None
     if global_scale is None:
-        return ops.global_scale(x.detach(), fmt.name, backend, axis, hadamard)
+        return ops.global_scale(x.detach(), fmt.name, backend, axis, hadamard, scaling)
     if not isinstance(global_scale, Tensor):
         if not isinstance(global_scale, (int, float)) or isinstance(global_scale, bool):
             raise TypeError(f"global_scale: got {global_scale!r}; expected an fp32 scalar")

@@ -288,9 +288,15 @@ def global_scale_from_amax(amax: Array, format: Format) -> Array:
 
 
 def block_scale(
-    amax: Array, format: Format, rounding: str, global_scale: Array | None = None
+    amax: Array,
+    format: Format,
+    rounding: str,
+    global_scale: Array | None = None,
+    *,
+    largest: float | None = None,
 ) -> tuple[Array, Array]:
     """From finite block maxima (bits): the stored scale (int64 code) and its reciprocal (bits).
+    ``largest``: what a maximum becomes, of UE4M3 scales; None for the largest element.
 
     An element is ``encode(multiply(x, reciprocal))``. The reciprocal is the fp32 nearest to
     1 / (block_scale * global_scale), exact for powers of two, and 0 where the scale is 0.
@@ -308,7 +314,7 @@ def block_scale(
         raise ValueError(f"global_scale: {format.name} needs one")
     one = _float_bits(1.0, amax)
     inverse = xp.clip(divide(one, global_scale), max=FP32_MAX)
-    encode_scale = divide(inverse, _float_bits(element.max, amax))
+    encode_scale = divide(inverse, _float_bits(largest or element.max, amax))
     code = encode_magnitude(multiply(amax, encode_scale), E4M3)
     dequant = multiply(scale_bits(code, UE4M3), global_scale)
     reciprocal = divide(one, xp.where(dequant == 0, FP32_ONE, dequant))

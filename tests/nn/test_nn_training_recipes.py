@@ -11,7 +11,10 @@ from torch.utils.checkpoint import checkpoint
 
 import blockscale as bs
 from blockscale.nn import layer_plan
-from blockscale.nn.seeds import LayerSeed, number_of
+from blockscale.nn.nvfp4 import METHODS
+from blockscale.nn.seeds import LayerSeed, OperandSeed, number_of
+from blockscale.rounding import random_bits
+from blockscale.seed import Numbers
 from stand_in import gpu
 
 NVFP4 = bs.Recipe.nvfp4()
@@ -38,7 +41,7 @@ def step(module, x, g):
 
 
 def value_of(name, role):
-    return number_of(name) * 4 + ("activations", "weights", "gradients").index(role)
+    return number_of(name) * 8 + ("activations", "weights", "gradients").index(role)
 
 
 # --- what is done ---------------------------------------------------------------------------------
@@ -100,23 +103,56 @@ def test_ranks_round_their_rows_as_one_does_all():
     """Given one global scale: that of each rank is that of its own rows."""
     g, now = random(64, 48), torch.tensor(5)
     scale = bs.quantize(g, "nvfp4").global_scale
-    whole = LayerSeed(3, now).of("gradients", g.shape)
+    whole = OperandSeed(LayerSeed(3, now), "gradients").of(g.shape)
     expected = bs.quantize(g, "nvfp4", seed=whole, global_scale=scale)
     for rank, part in enumerate(g.chunk(4)):
-        seed = LayerSeed(3, now, rank, 4).of("gradients", part.shape)
+        seed = OperandSeed(LayerSeed(3, now, rank, 4), "gradients").of(part.shape)
         found = bs.quantize(part, "nvfp4", seed=seed, global_scale=scale)
         assert torch.equal(found.data, expected.data[16 * rank :][:16])
-    assert LayerSeed(3, now, 1, 4).of("weights", (8, 8)) == LayerSeed(3, now).of("weights", (8, 8))
+    of_weights = [OperandSeed(LayerSeed(3, now, *at), "weights").of((8, 8)) for at in ((), (1, 4))]
+    assert of_weights[0] == of_weights[1]
+
+
+@pytest.mark.parametrize("rows", [128, 100])
+def test_what_ms_eden_does_to_each_operand(rows):
+    """Signs of a step and a product, alike for both operands; zeros where blocks are not full."""
+    module = layer(recipe=bs.Recipe.nvfp4("ms_eden"), k=64, n=48, bias=False)
+    x, g = random(rows, 64), random(rows, 48, seed=1)
+    y, dgrad, wgrad = step(module, x, g)
+    w = module.weight.detach()
+    better = {"scaling": "four_over_six"}
+    q = bs.quantize(x, "nvfp4", **better), bs.quantize(w, "nvfp4", **better)
+    assert torch.equal(y, bs.gemm(q[0], q[1].mT, torch.float32))
+
+    def transformed(t, axis, role, product):
+        more = -t.shape[axis] % 128
+        t = torch.nn.functional.pad(t, (0, more) if axis == -1 else (0, 0, 0, more))
+        purposes = ("activations", "weights", "gradients", "fprop", "dgrad", "wgrad")
+        number = number_of("proj") * 8 + purposes.index(product)
+        bits = random_bits(Numbers(number, 1, 0, 0, 0), torch.empty(128))
+        signs = torch.where(bits % 2 == 1, -1.0, 1.0).repeat(t.shape[axis] // 128)
+        t = t * (signs if axis == -1 else signs[:, None])
+        how = {"hadamard": bs.Hadamard(128), "scaling": "ms_eden", "pad": True}
+        return bs.quantize(t, "nvfp4", axis, seed=bs.Seed(value_of("proj", role), 1), **how)
+
+    operands = transformed(g, -1, "gradients", "dgrad"), transformed(w, -2, "weights", "dgrad")
+    assert torch.equal(dgrad, bs.gemm(*operands, torch.float32))
+    operands = transformed(g, -2, "gradients", "wgrad"), transformed(x, -2, "activations", "wgrad")
+    assert torch.equal(wgrad, bs.gemm(operands[0].mT, operands[1], torch.float32))
+    for found, exact in ((dgrad, g @ w), (wgrad, g.mT @ x)):
+        assert (found - exact).norm() < 0.2 * exact.norm()
 
 
 # --- around layers --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rows", [32, 37])
-def test_compiled(rows):
+@pytest.mark.parametrize("method", METHODS)
+def test_compiled(method, rows):
     torch.compiler.reset()
     x, g = random(rows, 64).to(BF16), random(rows, 48, seed=1).to(BF16)
-    eager, other = layer().to(BF16), layer().to(BF16)
+    recipe = bs.Recipe.nvfp4(method)
+    eager, other = layer(recipe=recipe).to(BF16), layer(recipe=recipe).to(BF16)
     run = torch.compile(other, backend="aot_eager", fullgraph=True)
     for _ in range(3):
         x_, x__ = (x.clone().requires_grad_() for _ in range(2))
@@ -131,13 +167,18 @@ def test_compiled(rows):
     assert eager.rounding_step == other.rounding_step == 3
 
 
-def test_checkpointing_counts_what_it_repeats():
-    module, x, g = layer(), random(32, 64), random(32, 48, seed=1)
-    x = x.requires_grad_()
+@pytest.mark.parametrize("method", METHODS)
+def test_checkpointing_counts_what_it_repeats(method):
+    """Signs of both operands of wgrad are those of the forward that was repeated."""
+    module = layer(recipe=bs.Recipe.nvfp4(method))
+    x, g = random(32, 64).requires_grad_(), random(32, 48, seed=1)
     checkpoint(module, x, use_reentrant=False).backward(g)
     assert module.rounding_step == 2
-    bs.nn.set_rounding_step(module, 1)  # what is saved is of the forward that was repeated
-    assert torch.equal(step(module, x.detach(), g)[1], x.grad)
+    wgrad = module.weight.grad.clone()
+    bs.nn.set_rounding_step(module, 1)
+    _, found, of_weight = step(module, x.detach(), g)
+    assert torch.equal(found, x.grad)
+    assert torch.equal(of_weight, wgrad)
 
 
 def test_passes_without_gradients_count_nothing():
@@ -270,13 +311,24 @@ def test_quantization_that_cannot_be():
         bs.Quantization(stochastic=1)
     with pytest.raises(TypeError, match=r"hadamard: got 16; expected blockscale.Hadamard"):
         bs.Quantization(hadamard=16)
+    with pytest.raises(ValueError, match=r"method: .*nvidia.*four_over_six.*ms_eden"):
+        bs.Recipe.nvfp4("mxfp4")
+    with pytest.raises(ValueError, match="scaling: 'ms_eden' corrects blocks that"):
+        bs.Recipe.nvfp4("ms_eden", hadamard=bs.Hadamard(8))
+    with pytest.raises(ValueError, match="random_signs: are those of a transform that has none"):
+        bs.Quantization(random_signs=True)
+    with pytest.raises(ValueError, match="scaling, stochastic: 'four_over_six' rounds elements"):
+        bs.Quantization(stochastic=True, scaling="four_over_six")
+    with pytest.raises(ValueError, match="'mxfp8' has not; leave it out, or choose 'nvfp4'"):
+        bs.Recipe(quantization={"weights": bs.Quantization(scaling="four_over_six")})
     random_ = bs.Recipe("nvfp4", quantization={"weights": bs.Quantization(stochastic=True)})
     with pytest.raises(ValueError, match="rounds operands of fprop stochastically, or transforms"):
         bs.quantize_(torch.nn.Sequential(torch.nn.Linear(64, 48)), random_)
 
 
 def test_as_a_dict():
-    for recipe in (NVFP4, bs.Recipe.nvfp4(hadamard=None, overrides={"*.0": None}), bs.Recipe()):
+    others = bs.Recipe.nvfp4(hadamard=None, overrides={"*.0": None}), bs.Recipe()
+    for recipe in (*map(bs.Recipe.nvfp4, METHODS), *others):
         assert bs.Recipe.from_dict(recipe.to_dict()) == recipe
         assert recipe.text == bs.Recipe.from_dict(recipe.to_dict()).text
         assert eval(repr(recipe), vars(bs)) == recipe

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,14 +11,12 @@ from torch import Tensor
 from ..ops.operand_layout import operand_layout
 from ..quantization import Quantization
 from ..quantize import quantize, quantize_both
-from ..seed import Seed
+from ..rounding import random_bits
 from ..tensor import ScaledTensor
 from .operand import Operand
+from .seeds import OperandSeed
 
-__all__ = ["Forms", "SeedOf", "quantize_forms"]
-
-#: The seed of an operand of a shape.
-SeedOf = Callable[[Sequence[int]], Seed]
+__all__ = ["Forms", "quantize_forms"]
 
 
 class Forms(NamedTuple):
@@ -35,7 +33,7 @@ def quantize_forms(
     rows: bool = False,
     columns: bool = False,
     global_scale: Tensor | None = None,
-    seed: SeedOf | None = None,
+    seed: OperandSeed | None = None,
 ) -> Forms:
     """The forms of ``x`` (M, K), or of a batch (G, M, K), that are asked for, both from one read
     where both are quantized alike.
@@ -59,8 +57,10 @@ def quantize_forms(
     made: dict[str, ScaledTensor] = {}
     for name, axis, asked in (("rows", -1, rows), ("columns", -2, columns)):
         if asked:
-            given = _padded(x, axis, operand.contraction(axis, x.shape[axis]))
             quantization = getattr(operand, name)
+            given = _padded(x, axis, operand.contraction(axis, x.shape[axis]))
+            if quantization.random_signs:
+                given = _with_signs(given, axis, quantization.hadamard.size, _needed(seed))
             more = _arguments(quantization, given.shape, global_scale, seed)
             more["hadamard"] = quantization.hadamard
             made[name] = quantize(given, operand.format, axis, **more, **how)
@@ -71,23 +71,34 @@ def _arguments(
     quantization: Quantization,
     shape: Sequence[int],
     global_scale: Tensor | None,
-    seed: SeedOf | None,
+    seed: OperandSeed | None,
 ) -> dict[str, Any]:
     """Of ``quantize``."""
-    found: dict[str, Any] = {"square": quantization.square}
+    found: dict[str, Any] = {"square": quantization.square, "scaling": quantization.scaling}
     if global_scale is not None and quantization.hadamard is None:
         found["global_scale"] = global_scale
-    if quantization.stochastic:
-        if seed is None:
-            raise ValueError(
-                "seed: got None, and the recipe rounds stochastically; pass a blockscale.nn."
-                "LayerSeed, or call a layer, which has one for each step"
-            )
-        found["seed"] = seed(shape)
+    if quantization.is_random:
+        found["seed"] = _needed(seed).of(shape)
     return found
+
+
+def _needed(seed: OperandSeed | None) -> OperandSeed:
+    if seed is None:
+        raise ValueError(
+            "seed: got None, and the recipe rounds stochastically; pass a blockscale.nn."
+            "LayerSeed, or call a layer, which has one for each step"
+        )
+    return seed
 
 
 def _padded(x: Tensor, axis: int, size: int) -> Tensor:
     """``x`` with zeros up to ``size`` along ``axis``: transforms mix them with what is there."""
     more = size - x.shape[axis]
     return torch.nn.functional.pad(x, (0, more) if axis == -1 else (0, 0, 0, more)) if more else x
+
+
+def _with_signs(x: Tensor, axis: int, size: int, seed: OperandSeed) -> Tensor:
+    """``x`` with the signs of a transform of this step: exact in any dtype."""
+    drawn = random_bits(seed.signs(axis), torch.empty(size, device=x.device))
+    signs = (1 - 2 * (drawn & 1)).to(x.dtype).repeat(x.shape[axis] // size)
+    return x * (signs if axis == -1 else signs[:, None])

@@ -29,7 +29,8 @@ class Operand(NamedTuple):
 
     @property
     def is_random(self) -> bool:
-        return self.rows.stochastic or self.columns.stochastic
+        """Whether it depends on a seed."""
+        return self.rows.is_random or self.columns.is_random
 
     @property
     def is_transformed(self) -> bool:

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from ..gemm import gemm
 from ..tensor import ScaledTensor
-from .forms import Forms, SeedOf, quantize_forms
+from .forms import Forms, quantize_forms
 from .layer_plan import Gradients, Metadata
 from .main_grad import add_product
 from .recipe import PRODUCTS, Recipe
 from .reuse import quantized_weight
-from .seeds import LayerSeed
+from .seeds import LayerSeed, OperandSeed
 
 __all__ = [
     "data_gradient",
@@ -46,9 +46,9 @@ def quantized_activations(
     return quantize_forms(x, recipe.operand("activations"), rows=rows, columns=columns, seed=given)
 
 
-def seed_of(seed: LayerSeed | None, role: str) -> SeedOf | None:
-    """What gives an operand of this role its seed."""
-    return None if seed is None else partial(seed.of, role)
+def seed_of(seed: LayerSeed | None, role: str) -> OperandSeed | None:
+    """That of an operand of this role."""
+    return None if seed is None else OperandSeed(seed, role)
 
 
 def matrix_of(x: Tensor) -> Tensor:

@@ -12,10 +12,13 @@ from ..checks import choose
 from ..formats import FP8_BLOCK, Format, formats, get_format
 from ..hadamard import Hadamard
 from ..quantization import PLAIN, Quantization
+from .nvfp4 import METHODS
+from .nvfp4 import method as method_of
 from .operand import Operand
 
 __all__ = [
     "PRODUCTS",
+    "PRODUCTS_OF",
     "Recipe",
     "check_inference_recipe",
     "check_recipe",
@@ -26,14 +29,14 @@ __all__ = [
 PRODUCTS = ("fprop", "dgrad", "wgrad")
 
 #: What a layer multiplies, and the products that read it along its rows and along its columns.
-_ROLES = {
+PRODUCTS_OF = {
     "activations": ("fprop", "wgrad"),
     "weights": ("fprop", "dgrad"),
     "gradients": ("dgrad", "wgrad"),
 }
-_OPERANDS = tuple(f"{role}.{product}" for role, products in _ROLES.items() for product in products)
-#: Of 16 elements; its signs were drawn once.
-_HADAMARD = Hadamard.random(seed=0)
+_OPERANDS = tuple(
+    f"{role}.{product}" for role, products in PRODUCTS_OF.items() for product in products
+)
 _FP8_PAIR = "fp8_1x128", "fp8_128x128"  # what FP8_BLOCK stands for: the format, and of weights
 _AS_THEY_ARE = "bfloat16"  # of activations: not quantized
 
@@ -93,7 +96,7 @@ class Recipe:
                 object.__setattr__(self, "weights", _FP8_PAIR[1])
         used = {
             role: self.format_of(role)
-            for role in _ROLES
+            for role in PRODUCTS_OF
             if not (role == "activations" and self.weight_only)
         }
         for one, two in (
@@ -128,41 +131,38 @@ class Recipe:
     @classmethod
     def nvfp4(
         cls,
+        method: str = "nvidia",
         *,
-        hadamard: Hadamard | None = _HADAMARD,
+        hadamard: Hadamard | str | None = "default",
         overrides: Mapping[str, Recipe | None] | None = None,
     ) -> Recipe:
-        """NVFP4 as NVIDIA trains with it.
+        """NVFP4 for training, with what keeps the loss near bf16's.
 
         >>> recipe = bs.Recipe.nvfp4(overrides={"model.layers.31.*": None})
 
-        Weights have scales of 16 x 16 elements, so that forward and backward multiply by the same;
-        gradients are rounded stochastically; both operands of wgrad go through a Hadamard transform
-        of 16 tokens, with signs that were drawn once for all layers.
-
         Args:
-            hadamard: the transform; None leaves it out.
+            method: ``"nvidia"``: weights have scales of 16 x 16 elements, so that forward and
+                backward multiply by the same; gradients are rounded stochastically; both operands
+                of wgrad go through a Hadamard transform of 16 tokens, with signs that were drawn
+                once (arXiv 2509.25149). ``"four_over_six"``: the same, and blocks of weights and
+                activations take the better of two scales (arXiv 2512.02010). ``"ms_eden"``: blocks
+                of the forward do; operands of the backward are transformed in blocks of 128 with
+                signs of each step, and their scales corrected (arXiv 2601.22813, Quartet II, which
+                makes operands of the backward of those of the forward: here they are made of the
+                high-precision ones).
+            hadamard: another transform; None leaves it out.
             overrides: as of a recipe. NVIDIA leaves a few layers, most of them the last, in high
                 precision: 15 % of a model of 12 billion parameters.
 
-        Source: "Pretraining large language models with NVFP4", arXiv 2509.25149.
+        Raises ValueError for another method.
         """
-        return cls(
-            "nvfp4",
-            overrides=overrides or (),
-            quantization={
-                "activations.wgrad": Quantization(hadamard=hadamard),
-                "weights": Quantization(square=True),
-                "gradients.dgrad": Quantization(stochastic=True),
-                "gradients.wgrad": Quantization(stochastic=True, hadamard=hadamard),
-            },
-        )
+        return cls("nvfp4", quantization=method_of(method, hadamard), overrides=overrides or ())
 
     def _check_quantization(self, used: Mapping[str, Format]) -> None:
         """ValueError for squares of blocks that are squares, and for transforms of one operand."""
         of_product: dict[str, list[tuple[str, Quantization]]] = {name: [] for name in PRODUCTS}
         for role, fmt in used.items():
-            for product in _ROLES[role]:
+            for product in PRODUCTS_OF[role]:
                 found = self._quantization_of(role, product)
                 of_product[product].append((f"{role}.{product}", found))
                 if found.square and fmt.block[0] > 1:
@@ -170,13 +170,18 @@ class Recipe:
                         f"quantization: {role}.{product} has square=True, and blocks of "
                         f"{fmt.name!r} are squares; leave it out"
                     )
+                if found.scaling != "amax" and not fmt.has_global_scale:
+                    raise ValueError(
+                        f"quantization: {role}.{product} has scaling={found.scaling!r}, which "
+                        f"{fmt.name!r} has not; leave it out, or choose 'nvfp4'"
+                    )
         for product, operands in of_product.items():
-            transforms = {each.hadamard for _, each in operands}
+            transforms = {each.transform for _, each in operands}
             if len(operands) == 2 and len(transforms) > 1 and product not in self.high_precision:
                 names = " and ".join(name for name, _ in operands)
                 raise ValueError(
                     f"quantization: {names} have different transforms, and their product would be "
-                    "of neither; give both the same hadamard, or none"
+                    "of neither; give both the same hadamard and random_signs, or none"
                 )
 
     def _quantization_of(self, role: str, product: str) -> Quantization:
@@ -188,7 +193,7 @@ class Recipe:
 
         Raises ValueError for activations that are not quantized.
         """
-        forms = (self._quantization_of(role, product) for product in _ROLES[role])
+        forms = (self._quantization_of(role, product) for product in PRODUCTS_OF[role])
         return Operand(self.format_of(role).name, self.scale_rounding, *forms)
 
     def _given(self) -> dict[str, Any]:
@@ -203,9 +208,11 @@ class Recipe:
         return {"format": values["format"], **others}
 
     def __repr__(self) -> str:
-        if self.quantization and replace(self, overrides=()) == Recipe.nvfp4():
-            of_names = f"overrides={dict(self._overrides)!r}" if self.overrides else ""
-            return f"Recipe.nvfp4({of_names})"
+        for name in METHODS if self.quantization else ():
+            if replace(self, overrides=()) == Recipe.nvfp4(name):
+                given = [] if name == "nvidia" else [repr(name)]
+                given += [f"overrides={dict(self._overrides)!r}"] if self.overrides else []
+                return f"Recipe.nvfp4({', '.join(given)})"
         format, *others = self._given().items()
         return f"Recipe({', '.join([repr(format[1]), *(f'{k}={v!r}' for k, v in others)])})"
 
@@ -216,8 +223,8 @@ class Recipe:
 
     @property
     def is_random(self) -> bool:
-        """Whether an operand is rounded stochastically."""
-        return any(each.stochastic for each in dict(self.quantization).values())
+        """Whether an operand depends on a seed."""
+        return any(each.is_random for each in dict(self.quantization).values())
 
     @property
     def weight_only(self) -> bool:
@@ -332,7 +339,7 @@ def _quantization(given: Any) -> tuple[tuple[str, Quantization], ...]:
             "{'weights': blockscale.Quantization(square=True)}"
         ) from None
     for name, each in found.items():
-        choose("quantization", name, dict.fromkeys((*_ROLES, *_OPERANDS)))
+        choose("quantization", name, dict.fromkeys((*PRODUCTS_OF, *_OPERANDS)))
         if not isinstance(each, Quantization):
             raise TypeError(
                 f"quantization[{name!r}]: got {type(each).__name__}; expected "
@@ -359,7 +366,7 @@ def check_training_recipe(recipe: Recipe, *, knows_names: bool = False) -> None:
     for _, override in recipe._overrides:
         if override is not None:
             check_training_recipe(override)
-    for role in _ROLES:
+    for role in PRODUCTS_OF:
         recipe.format_of(role)
 
 
@@ -369,7 +376,7 @@ def check_inference_recipe(recipe: Recipe) -> None:
     check_recipe(recipe)
     weights = recipe.operand("weights").rows
     others = () if recipe.weight_only else (recipe.operand("activations").rows,)
-    if any(each.stochastic or each.hadamard is not None for each in (weights, *others)):
+    if any(each.is_random or each.hadamard is not None for each in (weights, *others)):
         raise ValueError(
             f"recipe: {recipe} rounds operands of fprop stochastically, or transforms them, which "
             "is for training; pass one that rounds these to nearest"

@@ -16,8 +16,9 @@ from torch.optim.optimizer import (
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..watching import is_faked, unwatched
-from .forms import Forms, SeedOf, quantize_forms
+from .forms import Forms, quantize_forms
 from .operand import Operand
+from .seeds import OperandSeed
 
 __all__ = [
     "ForgetsWeights",
@@ -99,7 +100,7 @@ def quantized_weight(
     columns: bool = False,
     global_scale: Tensor | None = None,
     dgrad: bool = False,
-    seed: SeedOf | None = None,
+    seed: OperandSeed | None = None,
 ) -> Forms:
     """``weight`` (N, K) quantized: the forms that are asked for, and those kept beside them.
 

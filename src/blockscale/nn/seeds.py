@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..seed import Seed
+from ..seed import Numbers, Seed
 from ..watching import is_transformed
-from .recipe import Recipe
+from .recipe import PRODUCTS_OF, Recipe
 
 __all__ = [
     "LayerSeed",
+    "OperandSeed",
     "Stepping",
     "number_of",
     "numbers_of",
@@ -24,7 +25,8 @@ __all__ = [
     "set_rounding_step",
 ]
 
-_ROLES = ("activations", "weights", "gradients")
+#: What numbers of a layer are for: operands, and signs of products.
+PURPOSES = "activations", "weights", "gradients", "fprop", "dgrad", "wgrad"
 
 
 class LayerSeed(NamedTuple):
@@ -41,14 +43,30 @@ class LayerSeed(NamedTuple):
     rank: int = 0
     ranks: int = 1
 
-    def of(self, role: str, shape: Sequence[int]) -> Seed:
+    def number(self, purpose: str) -> int:
+        """64 bits for one of ``PURPOSES``."""
+        return (self.value * 8 + PURPOSES.index(purpose) + 2**63) % 2**64 - 2**63
+
+
+class OperandSeed(NamedTuple):
+    """Of activations, weights or gradients of a pass."""
+
+    layer: LayerSeed
+    role: str
+
+    def of(self, shape: Sequence[int]) -> Seed:
         """Of an operand of ``shape``; rows of activations and gradients are those of one rank."""
-        value = (self.value * 4 + _ROLES.index(role) + 2**63) % 2**64 - 2**63
-        if role == "weights" or self.ranks == 1:
-            return Seed(value, self.step)
+        layer, number = self.layer, self.layer.number(self.role)
+        if self.role == "weights" or layer.ranks == 1:
+            return Seed(number, layer.step)
         rows, *rest = shape
-        whole = rows * self.ranks, *rest
-        return Seed(value, self.step, (rows * self.rank, *[0] * len(rest)), whole)
+        whole = rows * layer.ranks, *rest
+        return Seed(number, layer.step, (rows * layer.rank, *[0] * len(rest)), whole)
+
+    def signs(self, axis: int) -> Numbers:
+        """Of the signs of a transform along ``axis``, which both operands of a product share."""
+        product = PRODUCTS_OF[self.role][axis == -2]
+        return Numbers(self.layer.number(product), self.layer.step, 0, 0, 0)
 
 
 def numbers_of(seed: LayerSeed | None) -> tuple[list[int] | None, Tensor | None]:

@@ -24,6 +24,10 @@ from .operation import operation
 
 __all__ = ["global_scale", "quantize", "quantize_both", "written_layouts"]
 
+#: The largest scale is 256 at first, not 448: a block of which 4 is the largest element has one
+#: that is half as large again, and so may a correction make it.
+_ROOM = 448 / 256
+
 Pair = tuple[Tensor, Tensor]  # data and scales
 
 
@@ -44,6 +48,7 @@ def quantize(
     square: bool = False,
     step: Tensor | None = None,
     hadamard: list[int] | None = None,
+    scaling: str = "amax",
 ) -> tuple[Tensor, Tensor]:
     """Data and scales of ``x``, scales in ``layout``; see reference.quantize.
 
@@ -64,6 +69,7 @@ def quantize(
             square=square,
         )
         try:
+            _check_scaling(scaling)
             return _by_kernel(x, asked, global_scale, offsets, further, gather)[0]
         except Unsupported as why:
             fall_back("quantize", x, backend, str(why))
@@ -80,6 +86,8 @@ def quantize(
         offsets=offsets if axis == -2 else None,
         seed=further.numbers,
         k_major=k_major,
+        scaling=scaling,
+        rotated=0 if further.hadamard is None else further.hadamard.size,
     )
     scale = _repeated(scale, fmt, axis, x.shape) if square else scale
     of_rows = offsets if axis == -1 else None
@@ -103,6 +111,7 @@ def quantize_both(
     square: bool = False,
     step: Tensor | None = None,
     hadamard: list[int] | None = None,
+    scaling: str = "amax",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``quantize`` along -1, then along -2, from one read of ``x`` where a kernel can do that;
     transformed along each axis, if at all."""
@@ -114,6 +123,7 @@ def quantize_both(
             square=square,
         )
         try:
+            _check_scaling(scaling)
             further = _further(seed, step, hadamard)
             row, column = _by_kernel(x, asked, global_scale, offsets, further, gather)
         except Unsupported:
@@ -121,7 +131,7 @@ def quantize_both(
         else:
             return *row, *column
     x = x if gather is None else x[gather]
-    rest = global_scale, offsets, seed, backend, k_major, None, square, step, hadamard
+    rest = global_scale, offsets, seed, backend, k_major, None, square, step, hadamard, scaling
     row, column = (
         quantize(x, format, axis, scale_rounding, nonfinite, layout, *rest)
         for axis, layout in zip((-1, -2), layouts, strict=True)
@@ -136,9 +146,13 @@ def global_scale(
     backend: str = "auto",
     axis: int = -1,
     hadamard: list[int] | None = None,
+    scaling: str = "amax",
 ) -> Tensor:
     """fp32 scalar for a format with two levels of scales; see reference.global_scale. ``hadamard``:
-    of ``x`` transformed along ``axis``, as ``quantize`` does it."""
+    of ``x`` transformed along ``axis``, as ``quantize`` does it. Other ``scaling`` than by amax
+    leaves room above the largest scale."""
+    if scaling != "amax":
+        return global_scale(x, format, backend, axis, hadamard) * _ROOM
     fmt = get_format(format)
     if hadamard is not None:
         x = transformed(x, Hadamard.of_op(hadamard), axis).contiguous()
@@ -234,6 +248,11 @@ def _one_by_one(
         data, scale = (joined(torch.stack, parts, -3) for parts in zip(*of_axis, strict=True))
         made.append((data.unflatten(0, lead), scale.unflatten(0, lead)))
     return made
+
+
+def _check_scaling(scaling: str) -> None:
+    if scaling != "amax":
+        raise Unsupported(f"scaling: kernels know 'amax', got {scaling!r}")
 
 
 def _further(

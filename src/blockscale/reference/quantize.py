@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +24,16 @@ from ..rounding import (
     unpack,
 )
 from ..seed import Numbers
+from .scaling import Blocks, four_over_six, ms_eden
 
 __all__ = ["apart_position", "dequantize", "global_scale", "quantize"]
+
+
+class Scaling(NamedTuple):
+    """How scales of blocks are chosen, of blocks of ``rotated`` elements that were transformed."""
+
+    name: str
+    rotated: int
 
 
 def quantize(
@@ -38,6 +47,8 @@ def quantize(
     offsets: Tensor | None = None,
     seed: int | Numbers | None = None,
     k_major: bool = False,
+    scaling: str = "amax",
+    rotated: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Data and compact scales of ``x`` (..., M, K), blocked along ``axis`` (-1 or -2).
 
@@ -47,7 +58,8 @@ def quantize(
 
     With ``offsets`` along the contraction each group has what it has alone, padded, and the groups
     are moved apart as ``formats.padded_groups`` says; but 8-bit data, unless it is ``k_major``,
-    stays where it is.
+    stays where it is. ``scaling``: see :class:`blockscale.Quantization`; ``rotated``: of blocks
+    that were transformed before.
     """
     noise = None if seed is None else random_bits(seed, x)
     if axis == -2:  # from here on the contraction is the last axis
@@ -61,6 +73,7 @@ def quantize(
             nonfinite,
             None if global_scale is None else _bits(global_scale, 4),
             None if noise is None else noise[..., start:end],
+            Scaling(scaling, rotated),
         )
         for start, end in pairwise(bounds)
     ]
@@ -88,6 +101,7 @@ def _quantize_blocks(
     nonfinite: str,
     global_scale: Tensor | None,
     noise: Tensor | None,
+    scaling: Scaling,
 ) -> tuple[Tensor, Tensor]:
     """uint8 codes, padded along the last axis, and int64 scale codes, blocks along that axis."""
     element, rows, columns = format.element, x.shape[-2] if x.ndim > 1 else 1, x.shape[-1]
@@ -98,8 +112,17 @@ def _quantize_blocks(
 
     finite = torch.where(is_nan | is_inf, 0, magnitude)
     amax = finite.amax((-3, -1), keepdim=True)
-    scale, reciprocal = block_scale(amax, format, scale_rounding, global_scale)
-    codes = encode_magnitude(multiply(finite, reciprocal), element, noise) | sign
+    if scaling.name == "amax":
+        scale, reciprocal = block_scale(amax, format, scale_rounding, global_scale)
+        codes = encode_magnitude(multiply(finite, reciprocal), element, noise)
+    else:
+        blocks = Blocks(finite, amax, format, global_scale, noise)
+        codes, scale = (
+            four_over_six(blocks)
+            if scaling.name == "four_over_six"
+            else ms_eden(blocks, scaling.rotated)
+        )
+    codes = codes | sign
 
     block_nan, block_inf = is_nan.any(-1, True).any(-3, True), is_inf.any(-1, True).any(-3, True)
     nan = element.max_code if element.nan_code is None else element.nan_code
