@@ -191,15 +191,35 @@ def test_opcheck_swiglu_groups(backend):
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "fp8_128x128"])
-def test_opcheck_rmsnorm(backend, name):
+def test_opcheck_norm_quantize(backend, name):
     fmt = formats[name]
-    args = 1e-6, name, fmt.default_scale_rounding, "te", LAYOUTS[fmt.scale.name]
+    x, weight, bias = matrix(128, 256), matrix(256, dtype=torch.float32), matrix(256, seed=1)
+    how = name, True, True, fmt.default_scale_rounding, "te", LAYOUTS[fmt.scale.name], "compact"
     for scalar in (None, torch.tensor(0.01)) if fmt.has_global_scale else (None,):
-        args = (matrix(128, 256), matrix(256, dtype=torch.float32), *args[-5:], scalar)
-        torch.library.opcheck(OPS.rmsnorm_quantize.default, args)
-        args = args[:-1]
-    args = (matrix(3, 5, 40), matrix(40), 1e-6, "mxfp8", "rceil", "te", "compact")
-    torch.library.opcheck(OPS.rmsnorm_quantize.default, args)
+        for centered in (False, True):
+            args = (x, weight, bias if centered else None, 1e-6, centered, *how, scalar)
+            torch.library.opcheck(OPS.norm_quantize.default, args)
+
+
+@pytest.mark.parametrize("centered", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_opcheck_norms(centered, dtype):
+    x, weight, grad = (
+        matrix(6, 64, dtype=dtype),
+        torch.randn(64),
+        matrix(6, 64, seed=1, dtype=dtype),
+    )
+    bias = weight if centered else None
+    torch.library.opcheck(OPS.norm.default, (x, weight, bias, 1e-6, centered))
+    _, *mean, rstd = ops.norm(x, weight, bias, 1e-6, centered)
+    for kind in (None, torch.bfloat16) if centered else (None,):
+        given = grad, x, weight, mean[0] if centered else None, rstd, kind
+        torch.library.opcheck(OPS.norm_backward.default, given)
+
+
+def test_opcheck_swiglu_alone(backend):
+    torch.library.opcheck(OPS.swiglu.default, (matrix(6, 64),))
+    torch.library.opcheck(OPS.swiglu_backward.default, (matrix(6, 32), matrix(6, 64)))
 
 
 def same(a, b):

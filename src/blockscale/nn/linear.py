@@ -20,7 +20,7 @@ from .recipe import PRODUCTS, Recipe, check_recipe, check_training_recipe
 from .reuse import ForgetsWeights, hint_at_reuse
 from .unscripted import Unscripted
 
-__all__ = ["Linear", "check_dtype", "check_operands", "check_whole", "linear"]
+__all__ = ["Linear", "check_dtype", "check_linear", "check_operands", "check_whole", "linear"]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Recipe) -> Tensor:
@@ -48,7 +48,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Rec
     plan = find_plan(key)
     if plan is not None:
         return _planned(plan, x, weight, bias)
-    _check(x, weight, bias, recipe)
+    check_linear(x, weight, bias, recipe)
     out_dtype = output_dtype(x)
     if not (x.numel() and weight.numel()):  # nothing to quantize, and nothing to round
         if not (weight.numel() and adds_to_main_grad(weight)):
@@ -97,7 +97,7 @@ def _planned(plan: LayerPlan, x: Tensor, weight: Tensor, bias: Tensor | None) ->
     return PlannedLinear.apply(x, weight, bias, plan, dgrad)
 
 
-def _check(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> None:
+def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> None:
     check_recipe(recipe)
     check_operands(x, weight, bias)
     remedy = ", or leave the layer in torch.nn"
