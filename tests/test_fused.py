@@ -15,7 +15,7 @@ from blockscale import ops, reference
 from blockscale.formats import formats
 from blockscale.kernels.common.gpu import Unsupported
 from blockscale.kernels.quantizers import calls as kernels
-from blockscale.ops import fused
+from blockscale.ops import fused, norms
 
 OPS = torch.ops.blockscale
 LAYOUTS = {"E8M0": "tcgen05", "UE4M3": "tcgen05", "FP32": "sm90"}
@@ -78,13 +78,24 @@ def test_swiglu(backend, name, axes, dtype):
 @pytest.mark.parametrize("name", formats)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("weight_dtype", DTYPES, ids=str)
-def test_rmsnorm(backend, name, dtype, weight_dtype):
+def test_norms(backend, name, dtype, weight_dtype):
     x, weight = matrix(128, 384, dtype=dtype), matrix(384, seed=1, dtype=weight_dtype)
-    for layout in ("compact", LAYOUTS[formats[name].scale.name]):
-        got, rstd = bs.rmsnorm_quantize(x, weight, name, eps=1e-5, layout=layout)
-        y, want = reference.rmsnorm(x, weight, 1e-5)
-        assert_same((got,), in_two_steps(y, name, (-1,), layout=layout))
-        assert torch.equal(rstd, want)
+    bias = matrix(384, seed=2, dtype=weight_dtype)
+    made, *statistics = reference.rmsnorm(x, weight, 1e-5)
+    centered, *others = reference.layernorm(x, weight, bias, 1e-5)
+    for axes in ALL_AXES:
+        for layout in ("compact", LAYOUTS[formats[name].scale.name]):
+            given = {"axes": axes, "eps": 1e-5, "layout": layout}
+            *got, rstd = bs.rmsnorm_quantize(x, weight, name, **given)
+            assert_same(tuple(got), in_two_steps(made, name, axes, layout=layout))
+            assert torch.equal(rstd, *statistics)
+            *got, mean, rstd = bs.layernorm_quantize(x, weight, bias, name, **given)
+            assert_same(tuple(got), in_two_steps(centered, name, axes, layout=layout))
+            assert same((mean, rstd), tuple(others))
+    q, rstd = bs.rmsnorm_quantize(x, weight, name, eps=1e-5)
+    assert_same((q,), in_two_steps(made, name, (-1,)))
+    q, _, _ = bs.layernorm_quantize(x, weight, None, name, eps=1e-5)
+    assert_same((q,), in_two_steps(reference.layernorm(x, weight, None, 1e-5)[0], name, (-1,)))
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "fp8_1x128"])
@@ -158,6 +169,9 @@ def test_meta_tensors():
         ):
             assert (got.qdata.shape, got.qdata.stride()) == (real.qdata.shape, real.qdata.stride())
             assert got.scale.shape == real.scale.shape
+        *both, mean, rstd = bs.layernorm_quantize(x, x[0], x[0], name, axes=(-1, -2))
+        assert [q.shape for q in both] == [(256, 512)] * 2
+        assert mean.shape == rstd.shape == (256,)
         q, rstd = bs.rmsnorm_quantize(x, x[0], name)
         assert (q.shape, rstd.shape, rstd.dtype) == ((256, 512), (256,), torch.float32)
 
@@ -236,6 +250,7 @@ def test_compile(name, dynamic):
             *bs.swiglu_quantize(x, name),
             *bs.swiglu_backward_quantize(grad, x, name, axes=(-2,)),
             *bs.rmsnorm_quantize(x, weight, name),
+            *bs.layernorm_quantize(x, weight, weight, name, axes=(-1, -2)),
         )
 
     run = torch.compile(step, fullgraph=True, dynamic=dynamic, backend="aot_eager")
@@ -299,7 +314,8 @@ def gpu(monkeypatch):
 
     fake = Gpu()
     fake.calls = []
-    monkeypatch.setattr(fused, "quantizers", fake)
+    for module in (fused, norms):
+        monkeypatch.setattr(module, "quantizers", fake)
     module = sys.modules["blockscale.ops.quantize"]
     monkeypatch.setattr(module, "gpu_of", lambda device: None)  # which makes what the fake gives
     with stand_in.gpu("sm_90a", quantizes=True):

@@ -1,0 +1,451 @@
+"""RMSNormLinear, LayerNormLinear and MLP: the bits of their parts, one after the other, without
+what is between in high precision."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import blockscale as bs
+from blockscale import reference
+from blockscale.nn import reuse
+from blockscale.nn.forms import quantize_forms
+
+BF16, F32 = torch.bfloat16, torch.float32
+RECIPES = {
+    "mxfp8": bs.Recipe(),
+    "e5m2_gradients": bs.Recipe(gradients="mxfp8_e5m2", scale_rounding="floor"),
+    "nvfp4": bs.Recipe("nvfp4"),
+    "fp8_block": bs.Recipe("fp8_block"),
+    "mixed": bs.Recipe("mxfp6_e2m3", weights="mxfp4"),
+}
+K, N, F = 96, 80, 48
+LAYERS = {
+    "rmsnorm": lambda **how: bs.nn.RMSNormLinear(K, N, **how),
+    "layernorm": lambda **how: bs.nn.LayerNormLinear(K, N, **how),
+    "mlp": lambda **how: bs.nn.MLP(K, F, True, **how),
+    "mlp_without_bias": lambda **how: bs.nn.MLP(K, F, **how),
+}
+
+
+def random(*shape, seed=0, dtype=BF16):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def made(name, recipe=RECIPES["mxfp8"], dtype=BF16):
+    layer = LAYERS[name](dtype=dtype, recipe=recipe)
+    with torch.no_grad():
+        for i, parameter in enumerate(layer.parameters()):
+            parameter.copy_(random(*parameter.shape, seed=i + 1) / 2 + (parameter.dim() == 1))
+    return layer
+
+
+@contextlib.contextmanager
+def one_after_the_other(layer):
+    """Somebody looks on as the parts are called."""
+    called = []
+    hooks = [
+        part.register_forward_hook(lambda part, *_: called.append(part))
+        for part in layer.children()
+    ]
+    yield
+    assert called == list(layer.children())
+    for hook in hooks:
+        hook.remove()
+
+
+def both_passes(layer, x, call=None):
+    """The result, and gradients of the input and of all parameters that have some."""
+    x = x.detach().clone().requires_grad_()
+    y = layer(x) if call is None else call(x)
+    trained = [x, *(p for p in layer.parameters() if p.requires_grad)]
+    return [y.detach(), *torch.autograd.grad(y, trained, random(*y.shape, seed=9, dtype=y.dtype))]
+
+
+def assert_same(got, want):
+    for i, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        assert torch.equal(a, b), i
+
+
+@pytest.fixture(params=LAYERS)
+def name(request):
+    return request.param
+
+
+@pytest.fixture
+def layer(name):
+    return made(name)
+
+
+class Seen(TorchDispatchMode):
+    """Names of the package's ops that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "blockscale":
+            self.names.append(func.name().removeprefix("blockscale::"))
+        return func(*args, **(kwargs or {}))
+
+
+# --- the same bits --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+def test_bits_are_those_of_the_parts(name, recipe, dtype):
+    layer, x = made(name, RECIPES[recipe], dtype), random(2, 35, K, dtype=dtype)
+    got = both_passes(layer, x)
+    with one_after_the_other(layer):
+        assert_same(got, both_passes(layer, x))
+
+
+def normalized(layer, x, wide):
+    """The norm of rows by its formula, in the type ``wide``."""
+    w, x = layer.norm.weight.to(wide), x.to(wide)
+    if isinstance(layer, bs.nn.LayerNormLinear):
+        return torch.nn.functional.layer_norm(x, (K,), w, layer.norm.bias.to(wide), layer.norm.eps)
+    return torch.nn.functional.rms_norm(x, (K,), w, layer.norm.eps)
+
+
+def exactly_normalized(layer, x):
+    norm = layer.norm
+    if isinstance(layer, bs.nn.LayerNormLinear):
+        return reference.layernorm(x, norm.weight, norm.bias, norm.eps)[0]
+    return reference.rmsnorm(x, norm.weight, norm.eps)[0]
+
+
+@pytest.mark.parametrize("name", ["rmsnorm", "layernorm"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_norms_beside_torch(name, recipe):
+    """The product is that of what the reference normalizes; gradients of the norm are float64's,
+    from the product's."""
+    layer, x = made(name, RECIPES[recipe]), random(70, K)
+    y, dx, *others = both_passes(layer, x)
+    d_norm, (dw, db) = others[:-2], others[-2:]
+    rows = exactly_normalized(layer, x).detach().requires_grad_()
+    linear = layer.linear
+    want = bs.nn.linear(rows, linear.weight, linear.bias, recipe=linear.recipe)
+    grads = torch.autograd.grad(
+        want, [rows, linear.weight, linear.bias], random(*want.shape, seed=9)
+    )
+    assert_same([y, dw, db], [want.detach(), *grads[1:]])
+    assert (rows - normalized(layer, x, F32)).abs().max() < 2**-5  # a bf16 number or two
+    x64 = x.double().requires_grad_()
+    wide = copy.deepcopy(layer.norm).double()
+    layer64 = copy.copy(layer)
+    layer64._modules = {"norm": wide}
+    exact = torch.autograd.grad(
+        normalized(layer64, x64, torch.float64), [x64, *wide.parameters()], grads[0].double()
+    )
+    for got, right in zip([dx, *d_norm], exact, strict=True):
+        error = (got.double() - right).abs()
+        assert (error <= 2.0**-8 * right.abs() + 2.0**-14 * right.abs().max()).all()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("name", ["mlp", "mlp_without_bias"])
+def test_mlp_step_by_step(name, recipe):
+    layer, x = made(name, RECIPES[recipe]), random(70, K)
+    y, dx, *others = both_passes(layer, x)
+    recipe, up, down = RECIPES[recipe], layer.gate_up, layer.down
+    x = x.requires_grad_()
+    h = bs.nn.linear(x, up.weight, up.bias, recipe=recipe)
+    a = reference.swiglu(h.detach()).requires_grad_()
+    want = bs.nn.linear(a, down.weight, down.bias, recipe=recipe)
+    biases = [up.bias, down.bias] if name == "mlp" else []
+    grads = torch.autograd.grad(want, [a, down.weight, *biases[1:]], random(*want.shape, seed=9))
+    dh = reference.swiglu_backward(grads[0], h.detach())
+    firsts = torch.autograd.grad(h, [x, up.weight, *biases[:1]], dh)
+    assert_same([y, dx, *others], [want.detach(), *firsts, *grads[1:]])
+
+
+def test_gate_is_the_first_half():
+    layer = made("mlp_without_bias", bs.Recipe(high_precision=("fprop", "dgrad", "wgrad")), F32)
+    gate, up = layer.gate_up.weight.chunk(2)
+    x = random(9, K, dtype=F32)
+    want = (torch.nn.functional.silu(x @ gate.T) * (x @ up.T)) @ layer.down.weight.T
+    torch.testing.assert_close(layer(x), want, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "ops"),
+    [
+        ("rmsnorm", ["norm_quantize", "quantize", "gemm"]),
+        ("layernorm", ["norm_quantize", "quantize", "gemm"]),
+        ("mlp_without_bias", ["quantize_both", "quantize", "gemm", "swiglu_quantize"]),
+    ],
+)
+def test_nothing_between_is_quantized_from_high_precision(name, ops):
+    layer, x = made(name), random(70, K).requires_grad_()
+    with Seen() as seen:
+        y = layer(x)
+    assert seen.names == ops + (["quantize", "gemm"] if "mlp" in name else [])
+    with Seen() as seen:
+        y.backward(random(*y.shape))
+    of_linear = ["quantize", "gemm", "gemm"]
+    if name == "mlp_without_bias":
+        want = ["quantize_both", "gemm", "quantize", "gemm", "swiglu_quantize", *of_linear]
+    else:
+        want = ["quantize_both", *of_linear, "norm_backward"]
+    assert seen.names == want
+
+
+def test_what_is_kept(name, layer):
+    """x, or its columns, and columns of what is between: no rows of it in high precision."""
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        layer(random(70, K).requires_grad_())
+    held = {id(p) for p in layer.parameters()}
+    plain = [t for t in kept if not isinstance(t, bs.ScaledTensor) and id(t) not in held]
+    quantized = [t for t in kept if isinstance(t, bs.ScaledTensor)]
+    assert all(t.axis == -2 for t in quantized)
+    if name.startswith("mlp"):
+        assert [tuple(t.shape) for t in plain if t.dim() > 1] == [(70, 2 * F)]
+        assert [tuple(t.shape) for t in quantized] == [(70, K), (70, F)]
+    else:
+        assert [tuple(t.shape) for t in plain if t.dim() > 1] == [(70, K)]
+        assert [tuple(t.shape) for t in quantized] == [(70, K)]
+
+
+# --- whatever is around ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("products", [("fprop",), ("dgrad", "wgrad")])
+def test_products_in_high_precision(name, products):
+    layer, x = made(name, bs.Recipe(high_precision=products)), random(33, K)
+    called = []
+    for part in layer.children():
+        forward = part.forward
+        part.forward = lambda x, forward=forward: called.append(1) or forward(x)
+    both_passes(layer, x)
+    assert len(called) == 2
+
+
+def test_autocast_of_torch(name):
+    layer, x = made(name, dtype=F32), random(33, K, dtype=F32)
+    with torch.autocast("cpu", BF16):
+        got = both_passes(layer, x)
+        assert got[0].dtype == BF16
+        with one_after_the_other(layer):
+            assert_same(got, both_passes(layer, x))
+
+
+@pytest.mark.parametrize("shape", [(0, K), (2, 0, K)])
+def test_empty_batches(layer, shape):
+    y, dx, *others = both_passes(layer, torch.empty(shape, dtype=BF16))
+    assert y.shape[:-1] == dx.shape[:-1] == shape[:-1]
+    assert not any(each.any() for each in others)
+
+
+def test_frozen_parameters(name, layer):
+    x = random(40, K)
+    names = ["y", "x", *dict(layer.named_parameters())]
+    whole = dict(zip(names, both_passes(layer, x), strict=True))
+    for frozen in [*([each] for each in names[2:]), names[2:], names[2:-1], names[3:]]:
+        layer.requires_grad_(True)
+        for each in frozen:
+            layer.get_parameter(each).requires_grad_(False)
+        left = [each for each in whole if each not in frozen]
+        assert_same(both_passes(layer, x), [whole[each] for each in left])
+    layer.requires_grad_(True)
+    layer(x).backward(random(*whole["y"].shape, seed=9))  # of an input that has none
+    for each, parameter in layer.named_parameters():
+        assert torch.equal(parameter.grad, whole[each])
+
+
+def test_main_grad(layer):
+    x = random(40, K)
+    before = both_passes(layer, x)
+    weights = {each: p for each, p in layer.named_parameters() if p.dim() > 1}
+    main = bs.nn.MainGradients(layer)
+    y = layer(x)
+    for _ in range(2):
+        layer(x).backward(random(*y.shape, seed=9))
+    names = list(dict(layer.named_parameters()))
+    for each, weight in weights.items():
+        assert weight.grad is None
+        want = 2 * before[2 + names.index(each)].float()
+        torch.testing.assert_close(weight.main_grad, want, rtol=2**-7, atol=0.02)
+    main.zero_()
+
+
+def test_reused_weights(layer, monkeypatch):
+    quantized = []
+
+    def count(weight, *args, **kwargs):
+        if kwargs.get("rows") or kwargs.get("columns"):
+            quantized.append(weight)
+        return quantize_forms(weight, *args, **kwargs)
+
+    x = random(40, K)
+    want = both_passes(layer, x)
+    monkeypatch.setattr(reuse, "quantize_forms", count)
+    weights = [p for p in layer.parameters() if p.dim() > 1]
+    with bs.reuse_weights():
+        for _ in range(2):
+            assert_same(both_passes(layer, x), want)
+        made = [weight for weight in weights for each in quantized if each is weight]
+        assert len(made) == len(weights)  # both forms from one read
+        with torch.no_grad():
+            weights[0].mul_(2)
+        assert not torch.equal(both_passes(layer, x)[0], want[0])
+
+
+def test_checkpointed(layer):
+    x = random(40, K)
+    for reentrant in (False, True):
+        got = x.clone().requires_grad_()
+        layer.zero_grad()
+        y = torch.utils.checkpoint.checkpoint(layer, got, use_reentrant=reentrant)
+        y.backward(random(*y.shape, seed=9))
+        found = [y.detach(), got.grad, *(p.grad for p in layer.parameters())]
+        assert_same(found, both_passes(layer, x))
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_compiled(name, recipe):
+    layer, x = made(name, RECIPES[recipe]), random(40, K)
+    torch.compiler.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    assert_same(both_passes(layer, x, compiled), both_passes(layer, x))
+    bs.convert(layer, bs.Recipe(high_precision=("dgrad",)))  # by parts
+    torch.compiler.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    assert_same(both_passes(layer, x, compiled), both_passes(layer, x))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_function_transforms(layer):
+    x = random(5, 40, K, dtype=F32)
+    layer.float()
+
+    def loss(x):
+        return layer(x).square().sum()
+
+    each = torch.func.vmap(torch.func.grad(loss))(x)
+    for one, alone in zip(each, x, strict=True):
+        wanted = alone.clone().requires_grad_()
+        loss(wanted).backward()
+        torch.testing.assert_close(one, wanted.grad, rtol=1e-6, atol=1e-5)
+
+
+def test_second_derivatives_are_refused(layer):
+    x = random(40, K, dtype=BF16).requires_grad_()
+    y = layer(x).float().square().sum()
+    with pytest.raises(NotImplementedError, match="cannot be differentiated again"):
+        torch.autograd.grad(y, x, create_graph=True)
+
+
+@pytest.mark.parametrize("sharded", ["whole", "parts", "gathered"])
+def test_fsdp2(layer, sharded):
+    dist, x = torch.distributed, random(40, K)
+    want = both_passes(layer, x)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        if sharded == "gathered":
+            bs.distributed.gather_quantized(layer)
+        for part in layer.children() if sharded == "parts" else ():
+            fully_shard(part, mesh=mesh)
+        fully_shard(layer, mesh=mesh)
+        for _ in range(2):
+            layer.zero_grad()
+            x = x.detach().requires_grad_()
+            y = layer(x)
+            x.grad = None
+            y.backward(random(*y.shape, seed=9))
+            found = [p.grad.full_tensor() for p in layer.parameters()]
+            assert_same([y.detach(), x.grad, *found], want)
+    finally:
+        dist.destroy_process_group()
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weight_only", [False, True])
+def test_quantized_for_inference(layer, weight_only):
+    x = random(40, K)
+    want = layer(x).detach()
+    recipe = bs.Recipe(activations="bfloat16") if weight_only else bs.Recipe()
+    bs.quantize_(layer, recipe)
+    products = [each for each in layer.children() if not hasattr(each, "normalized_shape")]
+    assert all(isinstance(each.weight, bs.ScaledTensor) for each in products)
+    y = layer(x)
+    assert torch.equal(y, want) is not weight_only
+    assert (y - want).float().norm() < 0.1 * want.float().norm()
+    again = copy.deepcopy(layer)
+    again.load_state_dict(layer.state_dict())
+    assert torch.equal(again(x), y)
+
+
+def test_converted_to_another_recipe_and_back(layer):
+    x = random(40, K)
+    want = layer(x).detach()
+    bs.convert(layer, bs.Recipe("nvfp4"))
+    assert not torch.equal(layer(x), want)
+    bs.convert(layer, None)
+    high = layer(x)
+    assert 0 < (high - want).float().norm() < 0.1 * want.float().norm()
+    bs.convert(layer, bs.Recipe())
+    assert_same([layer(x)], [want])
+
+
+@pytest.mark.parametrize("name", ["rmsnorm", "layernorm"])
+def test_state_is_that_of_norm_and_linear(name):
+    layer = made(name)
+    norm = torch.nn.RMSNorm(K, 1e-6) if name == "rmsnorm" else torch.nn.LayerNorm(K)
+    pair = torch.nn.Sequential(OrderedDict(norm=norm, linear=torch.nn.Linear(K, N))).to(BF16)
+    pair.load_state_dict(layer.state_dict())
+    again = made(name)
+    again.load_state_dict(pair.state_dict())
+    x = random(40, K)
+    assert torch.equal(again(x), layer(x))
+    cls = type(layer)
+    taken = cls.of(pair.norm, pair.linear, bs.Recipe())
+    assert torch.equal(taken(x), layer(x))
+    assert taken.linear.weight is pair.linear.weight
+    assert taken.norm.weight is pair.norm.weight
+    assert cls.of(layer.norm, layer.linear).linear.recipe is layer.linear.recipe
+    assert cls.of(pair.eval().norm, pair.linear).training is False
+
+
+def test_parts_that_do_not_fit():
+    rms, linear = torch.nn.RMSNorm(K, 1e-6), torch.nn.Linear(K, N)
+    of = bs.nn.RMSNormLinear.of
+    with pytest.raises(TypeError, match=r"norm: got LayerNorm; expected a torch.nn.RMSNorm"):
+        of(torch.nn.LayerNorm(K), linear)
+    with pytest.raises(TypeError, match=r"linear: got Bilinear; expected a torch.nn.Linear"):
+        of(rms, torch.nn.Bilinear(K, K, N))
+    with pytest.raises(ValueError, match=r"norm: normalizes \(48,\) with a weight; .* \(96,\)"):
+        of(torch.nn.RMSNorm(48, 1e-6), linear)
+    with pytest.raises(ValueError, match=r"norm: normalizes \(96,\) without a weight"):
+        of(torch.nn.RMSNorm(K, 1e-6, elementwise_affine=False), linear)
+    with pytest.raises(ValueError, match="its eps is None"):
+        of(torch.nn.RMSNorm(K), linear)
+    with pytest.raises(TypeError, match="recipe: got str"):
+        of(rms, linear, "mxfp8")
+
+
+def test_halves_of_other_ranks_are_not_mixed():
+    """Rows of a fused weight that ranks share are gates on one, and up on another."""
+    layer = made("mlp")
+    layer.gate_up = bs.nn.Linear(K, F, dtype=BF16)  # as much as one of two ranks has
+    layer.down = bs.nn.Linear(F // 2, K, dtype=BF16)
+    layer.down.register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match=r"gate_up: gave 48 features of 96: .* of their own"):
+        layer(random(8, K))
+    layer.down = bs.nn.Linear(F, K, dtype=BF16)
+    with pytest.raises(ValueError, match=r"down.weight: has shape \(96, 48\)"):
+        layer(random(8, K))
