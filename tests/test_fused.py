@@ -15,6 +15,7 @@ from blockscale import ops, reference
 from blockscale.formats import formats
 from blockscale.kernels.common.gpu import Unsupported
 from blockscale.kernels.quantizers import calls as kernels
+from blockscale.kernels.quantizers.normalized import RowStatistics
 from blockscale.ops import fused, norms
 
 OPS = torch.ops.blockscale
@@ -290,7 +291,7 @@ def gpu(monkeypatch):
             self.calls.append(("global_scale", producer))
             return reference.global_scale(self.make(producer, x, others), fmt)
 
-        def quantize(self, x, request, *, global_scale, offsets, others):
+        def quantize(self, x, request, *, global_scale, others, offsets=None):
             self.refuse()
             self.calls.append(("quantize", request.producer, request.axes))
             values = self.make(request.producer, x, others)
@@ -307,8 +308,19 @@ def gpu(monkeypatch):
             more = request.scale_rounding, request.nonfinite, *request.layouts, global_scale
             return *ops.quantize(y, request.format, -1, *more), rstd
 
-        @staticmethod
-        def make(producer, x, others):
+        def row_statistics(self, x, weight, bias, request, *, eps, centered):
+            self.refuse()
+            self.calls.append(("statistics",))
+            if not centered:
+                self.made, rstd = reference.rmsnorm(x, weight, eps)
+                return RowStatistics("rmsnorm", rstd, None, rstd)
+            self.made, mean, rstd = reference.layernorm(x, weight, bias, eps)
+            biased = "" if bias is None else "biased_"
+            return RowStatistics(f"{biased}layernorm", rstd, mean, rstd)
+
+        def make(self, producer, x, others):
+            if "norm" in producer:
+                return self.made
             made = {"swiglu": reference.swiglu, "swiglu_backward": reference.swiglu_backward}
             return made[producer](*others, x)
 
@@ -357,6 +369,8 @@ def test_a_gpu_without_the_kernel(gpu):
         check_calls("mxfp8", [], gpu)
     check_calls("mxfp8", [], gpu)
     said = [str(warning.message).split()[0] for warning in caught]
+    with pytest.warns(ops.FallbackWarning, match="layernorm_quantize on .*it is Sunday"):
+        bs.layernorm_quantize(matrix(64, 128), matrix(128))
     assert said == ["swiglu_quantize", "swiglu_backward_quantize", "rmsnorm_quantize"]
     for function, args in (
         (bs.swiglu_quantize, (matrix(64, 128),)),
@@ -370,11 +384,26 @@ def test_a_gpu_without_the_kernel(gpu):
             function(*args, backend="reference")
 
 
-def test_rmsnorm_to_nvfp4_on_a_gpu_wants_the_global_scale(gpu):
-    x, weight = matrix(64, 128), matrix(128)
-    with pytest.raises(ValueError, match=r"global_scale: found from the normalized .*pass one"):
-        bs.rmsnorm_quantize(x, weight, "nvfp4", backend="kernel")
-    assert not gpu.calls
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+def test_norms_on_a_gpu(gpu, name):
+    """Rows of RMSNorm by one kernel, if all is known; else statistics come first."""
+    x, (weight, bias) = matrix(64, 128), matrix(2, 128)
+    scaled = [("global_scale", "rmsnorm")] * (name == "nvfp4")
+    y, rstd = reference.rmsnorm(x, weight, 1e-6)
+    *got, found = bs.rmsnorm_quantize(x, weight, name, axes=(-1, -2), backend="kernel")
+    assert_same(tuple(got), in_two_steps(y, name, (-1, -2)))
+    assert torch.equal(found, rstd)
+    assert gpu.calls == [("statistics",), *scaled, ("quantize", "rmsnorm", (-1, -2))]
+    gpu.calls.clear()
+    for added, producer in ((None, "layernorm"), (bias, "biased_layernorm")):
+        scalar = torch.tensor(0.01) if name == "nvfp4" else None
+        given = {"axes": (-2,), "global_scale": scalar, "backend": "kernel"}
+        got, *found = bs.layernorm_quantize(x, weight, added, name, **given)
+        y, *statistics = reference.layernorm(x, weight, added, 1e-5)
+        assert_same((got,), in_two_steps(y, name, (-2,), global_scale=scalar))
+        assert same(tuple(found), tuple(statistics))
+        assert gpu.calls == [("statistics",), ("quantize", producer, (-2,))]
+        gpu.calls.clear()
 
 
 # --- bad input ------------------------------------------------------------------------------------

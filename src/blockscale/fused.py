@@ -164,8 +164,8 @@ def rmsnorm_quantize(
         axes: of the contractions to come: (-1,), (-2,), or (-1, -2) for both.
         eps: what is added to the mean of squares; positive, a normal number of fp32.
         layout: of all scales, or one for each of ``axes``.
-        global_scale: as in :func:`blockscale.quantize`. Without it NVFP4 has no kernel on a GPU:
-            the scale depends on all rows before the first can be written.
+        global_scale: as in :func:`blockscale.quantize`; its default, from the result, costs more
+            reads of ``x``. On a GPU rows alone take one read, any others two.
 
     The other arguments are those of :func:`blockscale.quantize`.
 

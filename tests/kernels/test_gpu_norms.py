@@ -3,6 +3,8 @@ are the reference's."""
 
 from __future__ import annotations
 
+import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 
 from gpu_bench import assert_same, expected, nasty, poisoned
 
+import blockscale as bs
 from blockscale import emulator as em
 from blockscale import reference
 from blockscale.dtypes import BFLOAT16, FLOAT32
@@ -28,7 +31,7 @@ from blockscale.kernels.quantizers.statistics_config import (
     choose_statistics,
     most_columns_of_statistics,
 )
-from stand_in import chip
+from stand_in import chip, emulated
 
 ARCHITECTURES = ("sm_90a", "sm_100a")
 COMPLETIONS = ("late", "eager", "random")
@@ -210,3 +213,27 @@ def test_largest_rows():
             x, x[0], None, request, eps=1e-6, centered=False, gpu=chip("sm_90a")
         )
     check(BIASED, rows(1, most, FP32), factors(BIASED, most, BF16), "mxfp8", "sm_90a", ROWS)
+
+
+@pytest.mark.parametrize("name", ["RMSNormLinear", "LayerNormLinear", "MLP"])
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_layers(name, recipe):
+    """Both passes by kernels alone: sums have another order than on a CPU."""
+    layer = getattr(bs.nn, name)(128, 128, dtype=BF16, recipe=bs.Recipe(recipe))
+    found = []
+    for where in (nullcontext(()), emulated("sm_90a", quantizes=True)):
+        x = rows(64, 128, BF16).nan_to_num(0.0, 1.0, -1.0).clamp(-8, 8).requires_grad_()
+        with where as launched, warnings.catch_warnings():
+            warnings.simplefilter("error", bs.FallbackWarning)
+            y = layer(x)
+            grad = rows(64, y.shape[1], BF16, seed=1).nan_to_num(0.0, 1.0, -1.0).clamp(-8, 8)
+            found.append([y.detach(), *torch.autograd.grad(y, [x, *layer.parameters()], grad)])
+    producers = {c.producer for c in launched if hasattr(c, "producer")}
+    expected_producers = {
+        "RMSNormLinear": {"rmsnorm"},
+        "LayerNormLinear": {"biased_layernorm"},
+        "MLP": {"swiglu", "swiglu_backward"},
+    }
+    assert producers == {"load"} | expected_producers[name]
+    for got, want in zip(*found, strict=True):
+        assert (got - want).float().norm() < 0.01 * want.float().norm()

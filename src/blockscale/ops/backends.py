@@ -48,13 +48,14 @@ BACKENDS = ("auto", "kernel", "reference")
 # What is said of those with GPU kernels.
 _QUANTIZE = "reference where seed= or a 6-bit format is asked for"
 _SWIGLU = "reference where a 6-bit format is asked for"
+_NORM = "reference for 6 bits, and rows that shared memory cannot hold"
 _ON_GPU = {
     "quantize": _QUANTIZE,
     "quantize_both": _QUANTIZE,
     "swiglu_quantize": _SWIGLU,
     "swiglu_backward_quantize": _SWIGLU,
-    "rmsnorm_quantize": "reference for 6 bits, 128x128 blocks, nvfp4 without global_scale=",
-    "layernorm_quantize": "plain torch",
+    "rmsnorm_quantize": _NORM,
+    "layernorm_quantize": _NORM,
     "global_scale": "compiled kernel, same bytes as the reference",
     "dequantize": "reference for 6-bit formats and groups along the contraction",
 }

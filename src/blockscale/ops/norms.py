@@ -6,6 +6,8 @@ row if it is centered, its rstd, and last the global scale where it found one it
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -22,10 +24,6 @@ from .operation import operation
 from .quantize import written_layouts
 
 __all__ = ["norm", "norm_backward", "norm_quantize"]
-
-_UNKNOWN_SCALE = (
-    "global_scale: found from the normalized values, which the kernel does not keep; pass one"
-)
 
 
 def _fake_statistics(x: Tensor, centered: bool) -> list[Tensor]:
@@ -108,17 +106,22 @@ def norm_quantize(
     backend: str = "auto",
     k_major: bool = False,
 ) -> list[Tensor]:
-    """``norm`` of ``x``, quantized along ``rows`` (axis -1), ``columns`` (axis -2) or both."""
+    """``norm`` of ``x``, quantized along ``rows`` (axis -1), ``columns`` (axis -2) or both.
+
+    On a GPU rows of RMSNorm come from one read. Others have their statistics found by a first one.
+    """
     axes, layouts = asked_forms(rows, columns, row_layout, column_layout)
-    name = "layernorm_quantize" if centered else "rmsnorm_quantize"
     asked = quantizers.Request(format, axes, layouts, scale_rounding, nonfinite, k_major=k_major)
     if gpu_of(x.device) is not None and backend != "reference":
+        known = global_scale is not None or not asked.fmt.has_global_scale
         try:
-            if centered or asked.axes != (-1,):
-                raise Unsupported("a kernel has RMSNorm along rows alone")
-            return _rmsnorm_by_kernel(x, weight, eps, asked, global_scale)
+            if known and axes == (-1,) and not centered:  # from one read
+                return _rmsnorm_by_kernel(x, weight, eps, asked, global_scale)
+            return _by_statistics((x, weight, bias), eps, centered, asked, global_scale)
         except Unsupported as why:
-            fall_back(name, x, backend, str(why))
+            fall_back(
+                "layernorm_quantize" if centered else "rmsnorm_quantize", x, backend, str(why)
+            )
     values, *statistics = norm(x, weight, bias, eps, centered)
     count = 2 * len(axes)
     results = quantize_values(values, asked, global_scale, None, backend)
@@ -132,14 +135,43 @@ def _rmsnorm_by_kernel(
     asked: quantizers.Request,
     global_scale: Tensor | None,
 ) -> list[Tensor]:
-    """What the kernel makes of ``x``; Unsupported where there is none."""
-    fmt, layouts = asked.fmt, asked.layouts
-    if fmt.has_global_scale and global_scale is None:
-        raise Unsupported(_UNKNOWN_SCALE)
-    written = written_layouts(fmt, layouts)
-    if written is not layouts:
-        asked = asked._replace(layouts=written)
-    data, scale, rstd = quantizers.rmsnorm(x, weight, asked, eps=eps, global_scale=global_scale)
-    if written is not layouts:
+    """What the kernel of rows makes of ``x``; Unsupported where there is none."""
+    layouts, given = asked.layouts, asked._replace(layouts=_written(asked))
+    data, scale, rstd = quantizers.rmsnorm(x, weight, given, eps=eps, global_scale=global_scale)
+    if given.layouts != layouts:
         scale = swizzle_scale(scale, -1, get_layout(layouts[0]), None)
     return [data, scale, rstd]
+
+
+def _by_statistics(
+    inputs: tuple[Tensor, Tensor, Tensor | None],
+    eps: float,
+    centered: bool,
+    asked: quantizers.Request,
+    global_scale: Tensor | None,
+) -> list[Tensor]:
+    """What the quantizer makes with a norm in front, after a kernel has found the statistics of
+    rows; Unsupported where there are no such. ``inputs``: x, weight and bias."""
+    x, layouts = inputs[0], asked.layouts
+    given = asked._replace(layouts=_written(asked))
+    made = quantizers.row_statistics(*inputs, given, eps=eps, centered=centered)
+    by: Any = {"others": (made.vector,)}
+    found = []
+    if asked.fmt.has_global_scale and global_scale is None:
+        global_scale = quantizers.global_scale(x, asked.fmt, producer=made.producer, **by)
+        found = [global_scale]
+    given = given._replace(producer=made.producer)
+    results: list[Tensor] = []
+    pairs = quantizers.quantize(x, given, global_scale=global_scale, **by)
+    for (data, scale), axis, layout in zip(pairs, asked.axes, layouts, strict=True):
+        if given.layouts != layouts:
+            scale = swizzle_scale(scale, axis, get_layout(layout), None)
+        results += data, scale
+    # results of an op must not share memory: the vector is rstd's
+    mean = [] if made.mean is None else [made.mean.clone()]
+    return [*results, *mean, made.rstd, *found]
+
+
+def _written(asked: quantizers.Request) -> tuple[str, ...]:
+    """The layouts that kernels write, which may be others."""
+    return written_layouts(asked.fmt, asked.layouts)

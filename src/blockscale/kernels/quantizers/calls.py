@@ -16,6 +16,7 @@ from .dequantize_plan import (
     plan_dequantize,
 )
 from .norm import rmsnorm, unsupported_rmsnorm
+from .normalized import RowStatistics, row_statistics
 from .plan import QuantizePlan, plan_amax, plan_quantize, unsupported
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "DequantizePlan",
     "QuantizePlan",
     "Request",
+    "RowStatistics",
     "Stored",
     "dequantize",
     "global_scale",
@@ -31,6 +33,7 @@ __all__ = [
     "plan_quantize",
     "quantize",
     "rmsnorm",
+    "row_statistics",
     "unsupported",
     "unsupported_rmsnorm",
 ]
