@@ -372,6 +372,10 @@ def test_a_gpu_without_the_kernel(gpu):
     with pytest.warns(ops.FallbackWarning, match="layernorm_quantize on .*it is Sunday"):
         bs.layernorm_quantize(matrix(64, 128), matrix(128))
     assert said == ["swiglu_quantize", "swiglu_backward_quantize", "rmsnorm_quantize"]
+    exact = bs.Recipe(high_precision=("fprop",))
+    for alone in (bs.nn.RMSNorm(64), bs.nn.MLP(64, 128, recipe=exact)):
+        with pytest.warns(ops.FallbackWarning, match="kernels with a quantizer behind alone"):
+            alone(torch.randn(2, 64))
     for function, args in (
         (bs.swiglu_quantize, (matrix(64, 128),)),
         (bs.swiglu_backward_quantize, (matrix(64, 64), matrix(64, 128))),

@@ -375,8 +375,8 @@ def test_fsdp2(layer, sharded):
 
 
 @pytest.mark.parametrize("weight_only", [False, True])
-def test_quantized_for_inference(layer, weight_only):
-    x = random(40, K)
+def test_quantized_for_inference(name, layer, weight_only):
+    x = random(2, 20, K)
     want = layer(x).detach()
     recipe = bs.Recipe(activations="bfloat16") if weight_only else bs.Recipe()
     bs.quantize_(layer, recipe)
@@ -385,6 +385,16 @@ def test_quantized_for_inference(layer, weight_only):
     y = layer(x)
     assert torch.equal(y, want) is not weight_only
     assert (y - want).float().norm() < 0.1 * want.float().norm()
+    with torch.no_grad(), Seen() as seen:
+        assert torch.equal(layer(x), y)
+    last = "swiglu_quantize" if name.startswith("mlp") else "norm_quantize"
+    assert (last in seen.names) is not weight_only
+    torch.compiler.reset()
+    with torch.no_grad():
+        assert torch.equal(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), y)
+        assert layer(x[:, :0]).shape == (2, 0, y.shape[2])
+        with pytest.raises(ValueError, match=r"\(2, 20, 95\)"):
+            layer(x[..., 1:])
     again = copy.deepcopy(layer)
     again.load_state_dict(layer.state_dict())
     assert torch.equal(again(x), y)

@@ -17,7 +17,7 @@ from .forms import Forms, quantize_forms
 from .linear import Linear, check_linear
 from .main_grad import apply, leaf_of, open_main_grad
 from .output_dtype import output_dtype
-from .parts import make_forms, multiplies_quantized
+from .parts import make_forms, multiplies_quantized, served, serves_quantized
 from .recipe import Recipe
 from .reuse import hint_at_reuse, quantized_weight
 from .unscripted import Unscripted
@@ -180,8 +180,11 @@ class MLP(Unscripted, torch.nn.Module):
     ``fc1_weight`` and ``fc2_weight`` of a LayerNormMLP with ``activation="swiglu"``.
 
     The parts run one after the other, to the same bits, where one has hooks or was made something
-    else (:func:`blockscale.quantize_`, ``convert(model, None)``, tensor parallelism, shards of its
-    own), where a recipe has products in high precision, and under torch.func.
+    else (``convert(model, None)``, tensor parallelism, shards of its own), where a recipe has
+    products in high precision or, by :func:`blockscale.quantize_`, leaves activations as they are,
+    and under torch.func. :func:`blockscale.quantize_` changes both layers; the operand of ``down``
+    is then quantized as it is made under ``torch.no_grad()``. Kernels of a GPU have SwiGLU's
+    backward where ``ffn_hidden_size`` is a multiple of 128.
 
     Args:
         hidden_size: of x and the result.
@@ -218,6 +221,9 @@ class MLP(Unscripted, torch.nn.Module):
         if not multiplies_quantized(x, gate_up, down):
             h = gate_up(x)
             self._check_halves(h)
+            if serves_quantized(h, down):
+                made = partial(swiglu_quantize, passes.matrix_of(h))
+                return served(made, down, h, output_dtype(h))
             y: Tensor = down(_SwiGLU.apply(h))
             return y
         check_linear(x, gate_up.weight, gate_up.bias, gate_up.recipe)

@@ -13,11 +13,11 @@ from ..tensor import ScaledTensor
 from . import passes
 from .double_backward import refuse_double_backward
 from .layer_plan import Metadata
-from .linear import Linear, check_linear
+from .linear import Linear, check_linear, check_operands
 from .main_grad import apply, leaf_of, open_main_grad
 from .norm import LayerNorm, Norm, RMSNorm
 from .output_dtype import output_dtype
-from .parts import is_untouched, make_forms, multiplies_quantized
+from .parts import is_untouched, make_forms, multiplies_quantized, served, serves_quantized
 from .recipe import Recipe
 from .reuse import hint_at_reuse, quantized_weight
 from .unscripted import Unscripted
@@ -100,21 +100,30 @@ class _NormLinear(Unscripted, torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         norm, linear = self.norm, self.linear
         known = next((cls for cls in (RMSNorm, LayerNorm) if is_untouched(norm, cls)), None)
-        if known is None or not multiplies_quantized(x, linear):
-            rows: Tensor = linear(norm(x))
-            return rows
+        serves = known is not None and serves_quantized(x, linear)
+        if known is None or not (serves or multiplies_quantized(x, linear)):
+            y: Tensor = linear(norm(x))
+            return y
         weight, bias, recipe = linear.weight, linear.bias, linear.recipe
-        check_linear(x, weight, bias, recipe)
         norm_bias = norm.bias if known is LayerNorm else None
+        given = Norm(norm.eps, known is LayerNorm)
+        if serves:
+            check_operands(x, weight, bias)
+            factors = norm.weight, norm_bias
+
+            def make(format: str, **how: Any) -> Sequence[ScaledTensor]:
+                return given.quantize(passes.matrix_of(x), *factors, format, **how)[0]
+
+            return served(make, linear, x, output_dtype(x))
+        check_linear(x, weight, bias, recipe)
         sources = x, norm.weight, norm_bias
         trains = torch.is_grad_enabled()
         dgrad = trains and any(each is not None and each.requires_grad for each in sources)
         wgrad = trains and weight.requires_grad
         if not (dgrad or wgrad):
             hint_at_reuse(weight)
-        given = Norm(norm.eps, known is LayerNorm)
         how = _How(given, recipe, output_dtype(x), dgrad, wgrad)
-        y: Tensor = apply(_NormedProduct, (weight,), *sources, weight, bias, how)
+        y = apply(_NormedProduct, (weight,), *sources, weight, bias, how)
         return y
 
     @classmethod
@@ -169,8 +178,10 @@ class RMSNormLinear(_NormLinear):
     Sequential of an OrderedDict with these two names. Use :meth:`of` for layers that are there.
 
     The two run one after the other, to the same bits, where one has hooks or was made something
-    else (:func:`blockscale.quantize_`, ``convert(model, None)``, tensor parallelism, shards of its
-    own), where ``recipe`` has products in high precision, and under torch.func.
+    else (``convert(model, None)``, tensor parallelism, shards of its own), where ``recipe`` has
+    products in high precision or, by :func:`blockscale.quantize_`, leaves activations as they are,
+    and under torch.func. :func:`blockscale.quantize_` changes ``linear``, whose operand is then
+    quantized as it is made under ``torch.no_grad()``.
 
     Args:
         in_features, out_features, bias: of the linear layer.

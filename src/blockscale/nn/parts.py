@@ -8,14 +8,19 @@ import torch
 from torch import Tensor
 from torch.nn.modules.module import _has_any_global_hook
 
+from ..gemm import gemm
 from ..ops.operand_layout import operand_layout
 from ..tensor import ScaledTensor
 from ..watching import is_transformed
 from .forms import Forms
 from .linear import Linear
+from .passes import unflatten_rows
+from .quantized import QuantizedLinear, transposed_weight
 from .recipe import Recipe
 
-__all__ = ["is_untouched", "make_forms", "multiplies_quantized"]
+__all__ = ["is_untouched", "make_forms", "multiplies_quantized", "served", "serves_quantized"]
+
+Make = Callable[..., Sequence[ScaledTensor]]
 
 _HOOKS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
 
@@ -47,8 +52,26 @@ def multiplies_quantized(x: Tensor, *layers: torch.nn.Module) -> bool:
     return True
 
 
+def serves_quantized(x: Tensor, layer: torch.nn.Module) -> bool:
+    """Whether ``layer`` holds a quantized weight, quantizes ``x``, and nothing has a gradient, so
+    that :func:`served` may take its place."""
+    if not is_untouched(layer, QuantizedLinear) or is_transformed() or not x.numel():
+        return False
+    assert isinstance(layer, QuantizedLinear)
+    exports = torch.compiler._is_exporting_flag  # see quantized_linear
+    return not (layer.recipe.weight_only or torch.is_grad_enabled() or exports)
+
+
+def served(make: Make, layer: QuantizedLinear, x: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """The product of what ``make`` makes along the rows of ``x``, with its leading dimensions."""
+    forms = make_forms(make, layer.recipe, "activations", x.device, rows=True, columns=False)
+    assert forms.rows is not None
+    y = gemm(forms.rows, transposed_weight(layer.weight), out_dtype, bias=layer.bias)
+    return unflatten_rows(y, x)
+
+
 def make_forms(
-    make: Callable[..., Sequence[ScaledTensor]],
+    make: Make,
     recipe: Recipe,
     role: str,
     device: torch.device,

@@ -178,6 +178,7 @@ def _fake_swiglu_alone(x: Tensor) -> Tensor:
 @operation(_fake_swiglu_alone)
 def swiglu(x: Tensor) -> Tensor:
     """``reference.swiglu`` of ``x`` (..., 2H)."""
+    _tell_of_no_kernel("swiglu", x)
     return _swiglu_values(x, None, None, "auto")[0]
 
 
@@ -188,7 +189,13 @@ def _fake_swiglu_backward(x: Tensor) -> Tensor:
 @operation(_fake_swiglu_backward)
 def swiglu_backward(grad: Tensor, x: Tensor) -> Tensor:
     """``reference.swiglu_backward`` of ``grad`` (..., H) and ``x``."""
+    _tell_of_no_kernel("swiglu_backward", x)
     return _swiglu_values(x, grad, None, "auto")[0]
+
+
+def _tell_of_no_kernel(operation: str, x: Tensor) -> None:
+    if gpu_of(x.device) is not None:
+        fall_back(operation, x, "auto", "there are kernels with a quantizer behind alone")
 
 
 # --- what norms need, too -------------------------------------------------------------------------

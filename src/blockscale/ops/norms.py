@@ -39,6 +39,14 @@ def norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool
 ) -> list[Tensor]:
     """``reference.rmsnorm`` or ``reference.layernorm`` of ``x`` (..., K)."""
+    if gpu_of(x.device) is not None:
+        fall_back("norm", x, "auto", "there are kernels with a quantizer behind alone")
+    return _norm(x, weight, bias, eps, centered)
+
+
+def _norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool
+) -> list[Tensor]:
     if centered:
         return list(reference.layernorm(x, weight, bias, eps))
     return list(reference.rmsnorm(x, weight, eps))
@@ -122,7 +130,7 @@ def norm_quantize(
             fall_back(
                 "layernorm_quantize" if centered else "rmsnorm_quantize", x, backend, str(why)
             )
-    values, *statistics = norm(x, weight, bias, eps, centered)
+    values, *statistics = _norm(x, weight, bias, eps, centered)
     count = 2 * len(axes)
     results = quantize_values(values, asked, global_scale, None, backend)
     return [*results[:count], *statistics, *results[count:]]
