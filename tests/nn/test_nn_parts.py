@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import OrderedDict
+from dataclasses import fields
 
 import pytest
 import torch
@@ -369,6 +370,21 @@ def test_fsdp2(layer, sharded):
             assert_same([y.detach(), x.grad, *found], want)
     finally:
         dist.destroy_process_group()
+
+
+def test_fields_of_recipes_are_known():
+    """A field that is not here is known to ``passes``, maybe, but not to fused layers: let
+    ``parts.multiplies_quantized`` refuse it, or what makes operands follow it."""
+    known = {"format", "activations", "weights", "gradients", "scale_rounding"}
+    known |= {"high_precision", "overrides"}
+    assert {field.name for field in fields(bs.Recipe)} == known
+
+
+def test_exported(layer):
+    x = random(40, K)
+    with torch.no_grad():
+        exported = torch.export.export(layer, (x,)).module()
+        assert torch.equal(exported(x), layer(x))
 
 
 # --- models ---------------------------------------------------------------------------------------
