@@ -200,21 +200,31 @@ def test_nothing_between_is_quantized_from_high_precision(name, ops):
     assert seen.names == want
 
 
-def test_what_is_kept(name, layer):
-    """x, or its columns, and columns of what is between: no rows of it in high precision."""
-    kept = []
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_is_kept(name, recipe):
+    """x, or its columns, and columns of what is between, with the bytes of two steps: nothing of
+    that in high precision."""
+    layer, x, kept = made(name, RECIPES[recipe]), random(70, K), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        layer(random(70, K).requires_grad_())
+        layer(x.requires_grad_())
     held = {id(p) for p in layer.parameters()}
     plain = [t for t in kept if not isinstance(t, bs.ScaledTensor) and id(t) not in held]
-    quantized = [t for t in kept if isinstance(t, bs.ScaledTensor)]
-    assert all(t.axis == -2 for t in quantized)
+    plain = [t for t in plain if t.dim() > 1]
     if name.startswith("mlp"):
-        assert [tuple(t.shape) for t in plain if t.dim() > 1] == [(70, 2 * F)]
-        assert [tuple(t.shape) for t in quantized] == [(70, K), (70, F)]
+        (h,) = plain
+        assert h.shape == (70, 2 * F)
+        values = [x.detach(), reference.swiglu(h)]
     else:
-        assert [tuple(t.shape) for t in plain if t.dim() > 1] == [(70, K)]
-        assert [tuple(t.shape) for t in quantized] == [(70, K)]
+        assert plain[0] is x
+        assert len(plain) == 1
+        values = [exactly_normalized(layer, x.detach())]
+    quantized = [t for t in kept if isinstance(t, bs.ScaledTensor)]
+    how = RECIPES[recipe].format_of("activations").name, -2
+    for got, value in zip(quantized, values, strict=True):
+        rounding = RECIPES[recipe].scale_rounding
+        want = bs.quantize(value.detach(), *how, scale_rounding=rounding, pad=True)
+        for a, b in zip(got._parts().values(), want._parts().values(), strict=True):
+            assert torch.equal(*(t.contiguous().flatten().view(torch.uint8) for t in (a, b)))
 
 
 # --- whatever is around ---------------------------------------------------------------------------
