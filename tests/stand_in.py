@@ -21,7 +21,7 @@ from blockscale.ops import backends
 __all__ = ["chip", "emulated", "gpu", "matrix"]
 
 _CPU = torch.device("cpu")
-_QUANTIZING = [sys.modules[f"blockscale.ops.{name}"] for name in ("quantize", "fused")]
+_QUANTIZING = [sys.modules[f"blockscale.ops.{name}"] for name in ("quantize", "fused", "norms")]
 
 
 def matrix(*shape: int, seed: int = 0) -> torch.Tensor:

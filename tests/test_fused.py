@@ -15,7 +15,8 @@ from blockscale import ops, reference
 from blockscale.formats import formats
 from blockscale.kernels.common.gpu import Unsupported
 from blockscale.kernels.quantizers import calls as kernels
-from blockscale.ops import fused
+from blockscale.kernels.quantizers.normalized import RowStatistics
+from blockscale.ops import fused, norms
 
 OPS = torch.ops.blockscale
 LAYOUTS = {"E8M0": "tcgen05", "UE4M3": "tcgen05", "FP32": "sm90"}
@@ -78,13 +79,24 @@ def test_swiglu(backend, name, axes, dtype):
 @pytest.mark.parametrize("name", formats)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("weight_dtype", DTYPES, ids=str)
-def test_rmsnorm(backend, name, dtype, weight_dtype):
+def test_norms(backend, name, dtype, weight_dtype):
     x, weight = matrix(128, 384, dtype=dtype), matrix(384, seed=1, dtype=weight_dtype)
-    for layout in ("compact", LAYOUTS[formats[name].scale.name]):
-        got, rstd = bs.rmsnorm_quantize(x, weight, name, eps=1e-5, layout=layout)
-        y, want = reference.rmsnorm(x, weight, 1e-5)
-        assert_same((got,), in_two_steps(y, name, (-1,), layout=layout))
-        assert torch.equal(rstd, want)
+    bias = matrix(384, seed=2, dtype=weight_dtype)
+    made, *statistics = reference.rmsnorm(x, weight, 1e-5)
+    centered, *others = reference.layernorm(x, weight, bias, 1e-5)
+    for axes in ALL_AXES:
+        for layout in ("compact", LAYOUTS[formats[name].scale.name]):
+            given = {"axes": axes, "eps": 1e-5, "layout": layout}
+            *got, rstd = bs.rmsnorm_quantize(x, weight, name, **given)
+            assert_same(tuple(got), in_two_steps(made, name, axes, layout=layout))
+            assert torch.equal(rstd, *statistics)
+            *got, mean, rstd = bs.layernorm_quantize(x, weight, bias, name, **given)
+            assert_same(tuple(got), in_two_steps(centered, name, axes, layout=layout))
+            assert same((mean, rstd), tuple(others))
+    q, rstd = bs.rmsnorm_quantize(x, weight, name, eps=1e-5)
+    assert_same((q,), in_two_steps(made, name, (-1,)))
+    q, _, _ = bs.layernorm_quantize(x, weight, None, name, eps=1e-5)
+    assert_same((q,), in_two_steps(reference.layernorm(x, weight, None, 1e-5)[0], name, (-1,)))
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "fp8_1x128"])
@@ -158,6 +170,9 @@ def test_meta_tensors():
         ):
             assert (got.qdata.shape, got.qdata.stride()) == (real.qdata.shape, real.qdata.stride())
             assert got.scale.shape == real.scale.shape
+        *both, mean, rstd = bs.layernorm_quantize(x, x[0], x[0], name, axes=(-1, -2))
+        assert [q.shape for q in both] == [(256, 512)] * 2
+        assert mean.shape == rstd.shape == (256,)
         q, rstd = bs.rmsnorm_quantize(x, x[0], name)
         assert (q.shape, rstd.shape, rstd.dtype) == ((256, 512), (256,), torch.float32)
 
@@ -191,15 +206,35 @@ def test_opcheck_swiglu_groups(backend):
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "fp8_128x128"])
-def test_opcheck_rmsnorm(backend, name):
+def test_opcheck_norm_quantize(backend, name):
     fmt = formats[name]
-    args = 1e-6, name, fmt.default_scale_rounding, "te", LAYOUTS[fmt.scale.name]
+    x, weight, bias = matrix(128, 256), matrix(256, dtype=torch.float32), matrix(256, seed=1)
+    how = name, True, True, fmt.default_scale_rounding, "te", LAYOUTS[fmt.scale.name], "compact"
     for scalar in (None, torch.tensor(0.01)) if fmt.has_global_scale else (None,):
-        args = (matrix(128, 256), matrix(256, dtype=torch.float32), *args[-5:], scalar)
-        torch.library.opcheck(OPS.rmsnorm_quantize.default, args)
-        args = args[:-1]
-    args = (matrix(3, 5, 40), matrix(40), 1e-6, "mxfp8", "rceil", "te", "compact")
-    torch.library.opcheck(OPS.rmsnorm_quantize.default, args)
+        for centered in (False, True):
+            args = (x, weight, bias if centered else None, 1e-6, centered, *how, scalar)
+            torch.library.opcheck(OPS.norm_quantize.default, args)
+
+
+@pytest.mark.parametrize("centered", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_opcheck_norms(centered, dtype):
+    x, weight, grad = (
+        matrix(6, 64, dtype=dtype),
+        torch.randn(64),
+        matrix(6, 64, seed=1, dtype=dtype),
+    )
+    bias = weight if centered else None
+    torch.library.opcheck(OPS.norm.default, (x, weight, bias, 1e-6, centered))
+    _, *mean, rstd = ops.norm(x, weight, bias, 1e-6, centered)
+    for kind in (None, torch.bfloat16) if centered else (None,):
+        given = grad, x, weight, mean[0] if centered else None, rstd, kind
+        torch.library.opcheck(OPS.norm_backward.default, given)
+
+
+def test_opcheck_swiglu_alone(backend):
+    torch.library.opcheck(OPS.swiglu.default, (matrix(6, 64),))
+    torch.library.opcheck(OPS.swiglu_backward.default, (matrix(6, 32), matrix(6, 64)))
 
 
 def same(a, b):
@@ -216,6 +251,7 @@ def test_compile(name, dynamic):
             *bs.swiglu_quantize(x, name),
             *bs.swiglu_backward_quantize(grad, x, name, axes=(-2,)),
             *bs.rmsnorm_quantize(x, weight, name),
+            *bs.layernorm_quantize(x, weight, weight, name, axes=(-1, -2)),
         )
 
     run = torch.compile(step, fullgraph=True, dynamic=dynamic, backend="aot_eager")
@@ -255,7 +291,7 @@ def gpu(monkeypatch):
             self.calls.append(("global_scale", producer))
             return reference.global_scale(self.make(producer, x, others), fmt)
 
-        def quantize(self, x, request, *, global_scale, offsets, others):
+        def quantize(self, x, request, *, global_scale, others, offsets=None):
             self.refuse()
             self.calls.append(("quantize", request.producer, request.axes))
             values = self.make(request.producer, x, others)
@@ -272,14 +308,26 @@ def gpu(monkeypatch):
             more = request.scale_rounding, request.nonfinite, *request.layouts, global_scale
             return *ops.quantize(y, request.format, -1, *more), rstd
 
-        @staticmethod
-        def make(producer, x, others):
+        def row_statistics(self, x, weight, bias, request, *, eps, centered):
+            self.refuse()
+            self.calls.append(("statistics",))
+            if not centered:
+                self.made, rstd = reference.rmsnorm(x, weight, eps)
+                return RowStatistics("rmsnorm", rstd, None, rstd)
+            self.made, mean, rstd = reference.layernorm(x, weight, bias, eps)
+            biased = "" if bias is None else "biased_"
+            return RowStatistics(f"{biased}layernorm", rstd, mean, rstd)
+
+        def make(self, producer, x, others):
+            if "norm" in producer:
+                return self.made
             made = {"swiglu": reference.swiglu, "swiglu_backward": reference.swiglu_backward}
             return made[producer](*others, x)
 
     fake = Gpu()
     fake.calls = []
-    monkeypatch.setattr(fused, "quantizers", fake)
+    for module in (fused, norms):
+        monkeypatch.setattr(module, "quantizers", fake)
     module = sys.modules["blockscale.ops.quantize"]
     monkeypatch.setattr(module, "gpu_of", lambda device: None)  # which makes what the fake gives
     with stand_in.gpu("sm_90a", quantizes=True):
@@ -321,7 +369,13 @@ def test_a_gpu_without_the_kernel(gpu):
         check_calls("mxfp8", [], gpu)
     check_calls("mxfp8", [], gpu)
     said = [str(warning.message).split()[0] for warning in caught]
+    with pytest.warns(ops.FallbackWarning, match="layernorm_quantize on .*it is Sunday"):
+        bs.layernorm_quantize(matrix(64, 128), matrix(128))
     assert said == ["swiglu_quantize", "swiglu_backward_quantize", "rmsnorm_quantize"]
+    exact = bs.Recipe(high_precision=("fprop",))
+    for alone in (bs.nn.RMSNorm(64), bs.nn.MLP(64, 128, recipe=exact)):
+        with pytest.warns(ops.FallbackWarning, match="kernels with a quantizer behind alone"):
+            alone(torch.randn(2, 64))
     for function, args in (
         (bs.swiglu_quantize, (matrix(64, 128),)),
         (bs.swiglu_backward_quantize, (matrix(64, 64), matrix(64, 128))),
@@ -334,11 +388,26 @@ def test_a_gpu_without_the_kernel(gpu):
             function(*args, backend="reference")
 
 
-def test_rmsnorm_to_nvfp4_on_a_gpu_wants_the_global_scale(gpu):
-    x, weight = matrix(64, 128), matrix(128)
-    with pytest.raises(ValueError, match=r"global_scale: found from the normalized .*pass one"):
-        bs.rmsnorm_quantize(x, weight, "nvfp4", backend="kernel")
-    assert not gpu.calls
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+def test_norms_on_a_gpu(gpu, name):
+    """Rows of RMSNorm by one kernel, if all is known; else statistics come first."""
+    x, (weight, bias) = matrix(64, 128), matrix(2, 128)
+    scaled = [("global_scale", "rmsnorm")] * (name == "nvfp4")
+    y, rstd = reference.rmsnorm(x, weight, 1e-6)
+    *got, found = bs.rmsnorm_quantize(x, weight, name, axes=(-1, -2), backend="kernel")
+    assert_same(tuple(got), in_two_steps(y, name, (-1, -2)))
+    assert torch.equal(found, rstd)
+    assert gpu.calls == [("statistics",), *scaled, ("quantize", "rmsnorm", (-1, -2))]
+    gpu.calls.clear()
+    for added, producer in ((None, "layernorm"), (bias, "biased_layernorm")):
+        scalar = torch.tensor(0.01) if name == "nvfp4" else None
+        given = {"axes": (-2,), "global_scale": scalar, "backend": "kernel"}
+        got, *found = bs.layernorm_quantize(x, weight, added, name, **given)
+        y, *statistics = reference.layernorm(x, weight, added, 1e-5)
+        assert_same((got,), in_two_steps(y, name, (-2,), global_scale=scalar))
+        assert same(tuple(found), tuple(statistics))
+        assert gpu.calls == [("statistics",), ("quantize", producer, (-2,))]
+        gpu.calls.clear()
 
 
 # --- bad input ------------------------------------------------------------------------------------

@@ -261,6 +261,70 @@ def test_rmsnorm_bits(dtype, k):
         assert_same(rstd, tensor([each for _, each in rows]))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("k", [1, 2, 3, 17, 33, 64, 100, 257])
+def test_layernorm_bits(dtype, k):
+    rng = np.random.default_rng(k)
+    x = tensor(rng.normal(size=(7, k)) * 2.0 ** rng.integers(-3, 4, (7, k)) + 3).to(dtype)
+    x[1] *= 1e-20
+    x[2] = tensor(nasty(k, k, 1e18)).to(dtype)
+    x[3] = tensor(nasty(k, k + 1)).to(dtype)
+    x[4] = 1.1
+    x[5, k // 2] = math.inf
+    weight, bias = tensor(rng.normal(size=(2, k)))
+    for kind, added in [(torch.float32, None), *((kind, bias.to(kind)) for kind in DTYPES)]:
+        y, mean, rstd = reference.layernorm(x, weight.to(kind), added, 1e-5)
+        eps = float(np.float32(1e-5))
+        args = weight.to(kind).tolist(), None if added is None else added.tolist(), eps
+        rows = [producers.layernorm(row, *args) for row in x.tolist()]
+        for got, (want, _, _) in zip(y, rows, strict=True):
+            assert_same(got, rounded(want, dtype))
+        assert_same(mean, tensor([each for _, each, _ in rows]))
+        assert_same(rstd, tensor([each for _, _, each in rows]))
+
+
+@pytest.mark.parametrize("k", [64, 2880, 7168])
+def test_layernorm_near_float64_and_torch(k):
+    generator = torch.Generator().manual_seed(k)
+    x, weight, bias = (torch.randn(n, k, generator=generator) for n in (16, 1, 1))
+    given = weight[0], bias[0], 1e-5
+    y, mean, rstd = reference.layernorm(x + 2, *given)
+    wide = (x + 2).double()
+    want = 1 / (wide.var(-1, correction=0) + 1e-5).sqrt()
+    assert ((rstd - want).abs() / ulp(want)).max() < 4
+    assert ((mean - wide.mean(-1)).abs() / ulp(torch.tensor(2.0).double())).max() < 2
+    want = torch.nn.functional.layer_norm(wide, (k,), *(t.double() for t in given[:2]), 1e-5)
+    assert (y - want).abs().max() < 2e-6
+    theirs = torch.nn.functional.layer_norm(x + 2, (k,), *given)
+    assert (y - theirs).abs().max() < 4e-6
+
+
+@pytest.mark.parametrize("k", [1, 3, 64, 1000])
+@pytest.mark.parametrize("centered", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients_of_norms_near_float64(centered, k, dtype):
+    generator = torch.Generator().manual_seed(k)
+    x, grad = torch.randn(2, 3, 20, k, generator=generator).to(dtype)
+    weight, bias = torch.randn(2, k, generator=generator)
+    wide = [each.double().requires_grad_() for each in (x, weight, bias)]
+    rows = (k,)
+    if centered:
+        y = torch.nn.functional.layer_norm(wide[0], rows, *wide[1:], 1e-5)
+        _, mean, rstd = reference.layernorm(x, weight, bias, 1e-5)
+        found = reference.layernorm_backward(grad, x, weight, mean, rstd)
+    else:
+        y = torch.nn.functional.rms_norm(wide[0], rows, wide[1], 1e-5)
+        _, rstd = reference.rmsnorm(x, weight, 1e-5)
+        found = reference.rmsnorm_backward(grad, x, weight, rstd)
+    exact = torch.autograd.grad(y, wide[: len(found)], grad.double())
+    kinds = dtype, *[torch.float32] * (len(found) - 1)
+    for got, want, kind in zip(found, exact, kinds, strict=True):
+        assert (got.dtype, got.shape) == (kind, want.shape)
+        size = max(want.abs().max(), 1.0)
+        error = (got.double() - want).abs() - torch.finfo(kind).eps * want.abs()
+        assert error.max() < 2e-5 * size
+
+
 @pytest.mark.parametrize("first", [0x3F800000, 1], ids=["two octaves", "subnormals"])
 def test_square_roots(first):
     """numpy's are IEEE's, torch's are not always: all that differ but for a power of 4."""

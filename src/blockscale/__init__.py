@@ -13,7 +13,12 @@ from . import (
     tensor_join,  # noqa: F401 (fills the table of operations)
 )
 from .formats import Format, formats
-from .fused import rmsnorm_quantize, swiglu_backward_quantize, swiglu_quantize
+from .fused import (
+    layernorm_quantize,
+    rmsnorm_quantize,
+    swiglu_backward_quantize,
+    swiglu_quantize,
+)
 from .gemm import gemm, grouped_gemm
 from .gemm_quantize import gemm_quantize, grouped_gemm_quantize
 from .hadamard import Hadamard
@@ -52,6 +57,7 @@ __all__ = [
     "gemm_quantize",
     "grouped_gemm",
     "grouped_gemm_quantize",
+    "layernorm_quantize",
     "layouts",
     "nn",
     "quantize",

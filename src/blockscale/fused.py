@@ -1,4 +1,4 @@
-"""Quantizers with SwiGLU, its backward or RMSNorm in front: one kernel on a GPU, no tensor between.
+"""Quantizers with SwiGLU, its backward, RMSNorm or LayerNorm in front: no tensor between.
 
 Each gives the bytes of the two steps one after the other, see "Fused producers" in the numerics.
 """
@@ -25,7 +25,13 @@ from .quantize_checks import (
 from .tensor import ScaledTensor
 from .watching import is_dtensor
 
-__all__ = ["rmsnorm_quantize", "swiglu_backward_quantize", "swiglu_quantize"]
+__all__ = [
+    "check_norm",
+    "layernorm_quantize",
+    "rmsnorm_quantize",
+    "swiglu_backward_quantize",
+    "swiglu_quantize",
+]
 
 _AXES = ((-1,), (-2,), (-1, -2))
 _SMALLEST_EPS, _LARGEST_EPS = 2.0**-126, torch.finfo(torch.float32).max
@@ -136,58 +142,139 @@ def rmsnorm_quantize(
     weight: Tensor,
     format: str | Format = "mxfp8",
     *,
+    axes: tuple[int, ...] = (-1,),
     eps: float = 1e-6,
     scale_rounding: str | None = None,
-    layout: str | Layout = "compact",
+    layout: str | Layout | tuple[str | Layout, ...] = "compact",
     nonfinite: str = "propagate",
     global_scale: Tensor | float | None = None,
     pad: bool = False,
+    k_major: bool = False,
     backend: str = "auto",
-) -> tuple[ScaledTensor, Tensor]:
-    """Quantize ``x * rstd * weight`` along rows, where ``rstd = 1 / sqrt(mean(x**2) + eps)``.
+) -> tuple[Any, ...]:
+    """Quantize ``x * rstd * weight``, where ``rstd = 1 / sqrt(mean(x**2) + eps)`` of each row.
 
-    >>> q, rstd = bs.rmsnorm_quantize(torch.randn(256, 512), torch.ones(512), "mxfp8")
+    >>> x, weight = torch.randn(256, 512), torch.ones(512)
+    >>> q, rstd = bs.rmsnorm_quantize(x, weight, "mxfp8")
+    >>> rows, columns, rstd = bs.rmsnorm_quantize(x, weight, "mxfp8", axes=(-1, -2))
 
     Args:
         x: (..., M, K), float32, bfloat16 or float16, last dimension contiguous, not empty.
         weight: (K,), of any of these dtypes, contiguous, on the device of ``x``.
+        axes: of the contractions to come: (-1,), (-2,), or (-1, -2) for both.
         eps: what is added to the mean of squares; positive, a normal number of fp32.
-        global_scale: as in :func:`blockscale.quantize`. Without it NVFP4 has no kernel on a GPU:
-            the scale depends on all rows before the first can be written.
+        layout: of all scales, or one for each of ``axes``.
+        global_scale: as in :func:`blockscale.quantize`; its default, from the result, costs more
+            reads of ``x``. On a GPU rows alone take one read, any others two.
 
     The other arguments are those of :func:`blockscale.quantize`.
 
     Returns:
-        A :class:`ScaledTensor` of the shape and dtype of ``x``, blocked along -1, and ``rstd``
-        (..., M) in fp32, which a backward needs. Neither has a gradient.
+        A :class:`ScaledTensor` of the shape and dtype of ``x`` for each of ``axes``, and ``rstd``
+        (..., M) in fp32, which a backward needs. They have no gradient.
 
     Raises TypeError or ValueError as :func:`blockscale.quantize`, and where ``weight`` or ``eps``
     does not fit.
 
     Source: Zhang and Sennrich, "Root mean square layer normalization", arXiv 1910.07467.
     """
-    layouts = _each(layout, (-1,))
-    asked = Arguments((-1,), format, scale_rounding, layouts, nonfinite, pad, backend=backend)
-    call = check(x, asked)
+    layouts = _each(layout, axes)
+    asked = Arguments(axes, format, scale_rounding, layouts, nonfinite, pad, k_major, backend)
+    return _norm((x, weight, None), False, eps, asked, global_scale)
+
+
+def layernorm_quantize(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    format: str | Format = "mxfp8",
+    *,
+    axes: tuple[int, ...] = (-1,),
+    eps: float = 1e-5,
+    scale_rounding: str | None = None,
+    layout: str | Layout | tuple[str | Layout, ...] = "compact",
+    nonfinite: str = "propagate",
+    global_scale: Tensor | float | None = None,
+    pad: bool = False,
+    k_major: bool = False,
+    backend: str = "auto",
+) -> tuple[Any, ...]:
+    """Quantize ``(x - mean) * rstd * weight + bias``, with ``mean`` and ``rstd`` of each row.
+
+    >>> x, weight, bias = torch.randn(256, 512), torch.ones(512), torch.zeros(512)
+    >>> rows, columns, mean, rstd = bs.layernorm_quantize(x, weight, bias, axes=(-1, -2))
+
+    Args:
+        bias: (K,), as ``weight``, or None.
+        eps: what is added to the variance.
+
+    The other arguments are those of :func:`rmsnorm_quantize`.
+
+    Returns:
+        A :class:`ScaledTensor` of the shape and dtype of ``x`` for each of ``axes``, then ``mean``
+        and ``rstd`` (..., M) in fp32, which a backward needs. They have no gradient.
+
+    Raises TypeError or ValueError as :func:`rmsnorm_quantize`.
+
+    Source: Ba, Kiros and Hinton, "Layer normalization", arXiv 1607.06450.
+    """
+    layouts = _each(layout, axes)
+    asked = Arguments(axes, format, scale_rounding, layouts, nonfinite, pad, k_major, backend)
+    return _norm((x, weight, bias), True, eps, asked, global_scale)
+
+
+def check_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> None:
+    """Raise unless the rows of ``x`` can be normalized so."""
     _check_other("weight", weight, (x.shape[-1],), x, DTYPES)
+    if bias is not None:
+        _check_other("bias", bias, (x.shape[-1],), x, DTYPES)
     number = isinstance(eps, (int, float)) and not isinstance(eps, bool)
     if not number or not _SMALLEST_EPS <= eps <= _LARGEST_EPS:
         raise ValueError(
             f"eps: got {eps!r}; expected a positive number, normal in fp32 (from 2**-126), as 1e-6"
         )
-    scalar = given_global_scale(global_scale, x, call, backend)
-    data, scale, rstd, *found = ops.rmsnorm_quantize(
-        x.detach() if x.requires_grad else x,
-        weight.detach() if weight.requires_grad else weight,
+
+
+def _norm(
+    inputs: tuple[Tensor, Tensor, Tensor | None],
+    centered: bool,
+    eps: float,
+    asked: Arguments,
+    global_scale: Tensor | float | None,
+) -> tuple[Any, ...]:
+    """``inputs``: x, weight and bias. Tensors, then what a backward needs of the rows."""
+    call = check(inputs[0], asked)
+    check_norm(*inputs, eps)
+    x, weight, bias = (y.detach() if y is not None and y.requires_grad else y for y in inputs)
+    assert x is not None
+    assert weight is not None
+    scalar = given_global_scale(global_scale, x, call, asked.backend)
+    results = ops.norm_quantize(
+        x,
+        weight,
+        bias,
         float(eps),
+        centered,
         call.format.name,
+        -1 in call.axes,
+        -2 in call.axes,
         call.scale_rounding,
-        nonfinite,
+        asked.nonfinite,
         call.layouts[0].name,
+        call.layouts[-1].name,
         scalar,
-        backend,
+        asked.backend,
+        asked.k_major,
     )
-    return wrap(x, call, 0, data, scale, found[0] if found else scalar, None), rstd
+    count = 2 * len(call.axes)
+    statistics = results[count : count + 1 + centered]
+    if call.format.has_global_scale and scalar is None:
+        scalar = results[-1]
+    tensors = [
+        wrap(inputs[0], call, i, results[2 * i], results[2 * i + 1], scalar, None)
+        for i in range(len(call.axes))
+    ]
+    return *tensors, *statistics
 
 
 def _swiglu(

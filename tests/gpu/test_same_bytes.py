@@ -61,3 +61,39 @@ def test_moves_between_devices():
     assert torch.equal(there.cpu(), q)
     with pytest.raises(ValueError, match="move"):
         bs.gemm(q, there.mT)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("format", ["mxfp8", "mxfp4", "nvfp4", "fp8_1x128", "fp8_128x128"])
+def test_norms(format, dtype):
+    x = nasty(dtype)
+    weight, bias = torch.randn(2, x.shape[1])
+    for axes in ((-1,), (-2,), (-1, -2)):
+        here = bs.rmsnorm_quantize(x, weight, format, axes=axes)
+        there = bs.rmsnorm_quantize(x.cuda(), weight.cuda(), format, axes=axes)
+        for added in (None, bias):
+            given = None if added is None else added.cuda()
+            here += bs.layernorm_quantize(x, weight, added, format, axes=axes)
+            there += bs.layernorm_quantize(x.cuda(), weight.cuda(), given, format, axes=axes)
+        for a, b in zip(here, there, strict=True):
+            if isinstance(a, bs.ScaledTensor):
+                assert same(a.data, b.data)
+                assert same(a.scale, b.scale)
+            else:
+                assert same(a, b)
+
+
+@pytest.mark.parametrize("name", ["RMSNormLinear", "LayerNormLinear", "MLP"])
+@pytest.mark.filterwarnings("error::blockscale.FallbackWarning")
+def test_fused_layers(name):
+    """By kernels alone; sums of products have another order."""
+    layer = getattr(bs.nn, name)(256, 512, dtype=torch.bfloat16, recipe=bs.Recipe())
+    x, found = torch.randn(384, 256, dtype=torch.bfloat16), []
+    grad = torch.randn(384, layer(x).shape[1], dtype=torch.bfloat16)
+    for device in ("cpu", "cuda"):
+        y = layer.to(device)(given := x.detach().to(device).requires_grad_())
+        sources = [given, *layer.parameters()]
+        made = [y.detach(), *torch.autograd.grad(y, sources, grad.to(device))]
+        found.append([each.cpu() for each in made])
+    for there, here in zip(*reversed(found), strict=True):
+        assert (there - here).float().norm() < 0.01 * here.float().norm()

@@ -337,3 +337,31 @@ def test_as_a_dict():
     with pytest.raises(TypeError, match="values: got int; expected what to_dict"):
         bs.Quantization.from_dict(3)
     assert repr(NVFP4) == "Recipe.nvfp4()"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_fused_layers_run_their_parts(method):
+    """Producers round to nearest, by amax."""
+    recipe = bs.Recipe.nvfp4(method)
+    torch.manual_seed(0)
+    mlp = bs.nn.MLP(64, 96, recipe=recipe)
+    x, g = random(32, 64), random(32, 64, seed=1)
+    given = x.clone().requires_grad_()
+    mlp(given).backward(g)
+    found = given.grad, mlp.gate_up.weight.grad.clone(), mlp.down.weight.grad.clone()
+    bs.nn.set_rounding_step(mlp, 0)
+    mlp.zero_grad()
+    again = x.clone().requires_grad_()
+    gate, up = mlp.gate_up(again).chunk(2, -1)
+    mlp.down(torch.nn.functional.silu(gate) * up).backward(g)
+    expected = again.grad, mlp.gate_up.weight.grad, mlp.down.weight.grad
+    for a, b in zip(found, expected, strict=True):
+        assert (a - b).norm() < 1e-2 * b.norm()
+    linear = bs.nn.RMSNormLinear(64, 48, recipe=recipe)
+    y = linear(x)
+    y.backward(random(32, 48))
+    bs.nn.set_rounding_step(linear, 0)
+    assert torch.equal(y, linear.linear(linear.norm(x)))
+    with torch.no_grad():
+        served = bs.quantize_(linear, recipe)
+        assert torch.equal(served(x), y)

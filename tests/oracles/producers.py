@@ -1,4 +1,4 @@
-"""SwiGLU, its backward and RMSNorm as docs/numerics.md describes them, a number at a time."""
+"""SwiGLU, its backward and norms as docs/numerics.md describes them, a number at a time."""
 
 from __future__ import annotations
 
@@ -42,12 +42,31 @@ def swiglu_backward(grad: float, gate: float, up: float) -> tuple[float, float]:
     return multiply(multiply(grad, slope), up), multiply(grad, silu(gate))
 
 
-def rmsnorm(x: list[float], weight: list[float], eps: float) -> tuple[list[float], float]:
-    """A row, normalized, and its rstd."""
-    sums = [multiply(value, value) for value in x]
-    sums += [0.0] * ((1 << math.ceil(math.log2(len(x)))) - len(x))
+def _mean(values: list[float]) -> float:
+    """By a tree of sums."""
+    sums = values + [0.0] * ((1 << math.ceil(math.log2(len(values)))) - len(values))
     while len(sums) > 1:
         sums = [add(a, b) for a, b in zip(sums[::2], sums[1::2], strict=True)]
-    mean = divide(sums[0], float(len(x)))
-    rstd = divide(1.0, square_root(add(mean, eps)))
+    return divide(sums[0], float(len(values)))
+
+
+def _rstd(values: list[float], eps: float) -> float:
+    return divide(1.0, square_root(add(_mean([multiply(v, v) for v in values]), eps)))
+
+
+def rmsnorm(x: list[float], weight: list[float], eps: float) -> tuple[list[float], float]:
+    """A row, normalized, and its rstd."""
+    rstd = _rstd(x, eps)
     return [multiply(multiply(a, rstd), b) for a, b in zip(x, weight, strict=True)], rstd
+
+
+def layernorm(
+    x: list[float], weight: list[float], bias: list[float] | None, eps: float
+) -> tuple[list[float], float, float]:
+    """A row, normalized, its mean and its rstd."""
+    mean = _mean(x)
+    centered = [add(value, -mean) for value in x]
+    made, rstd = rmsnorm(centered, weight, eps)
+    if bias is not None:
+        made = [add(a, b) for a, b in zip(made, bias, strict=True)]
+    return made, mean, rstd

@@ -10,7 +10,10 @@ from .grouped import GroupedLinear, grouped_linear
 from .hf_experts import register_experts
 from .linear import Linear, linear
 from .main_gradients import MainGradients
+from .mlp import MLP
 from .moe import GatedExperts, MoE
+from .norm import LayerNorm, RMSNorm
+from .norm_linear import LayerNormLinear, RMSNormLinear
 from .quantize import quantize_
 from .quantized import QuantizedLinear, quantized_linear
 from .recipe import Recipe
@@ -21,17 +24,22 @@ from .seeds import LayerSeed, set_rounding_step
 
 __all__ = [
     "DEFAULT_EXCLUDE",
+    "MLP",
     "SWIGLU",
     "ConversionReport",
     "GatedActivation",
     "GatedExperts",
     "GroupedLinear",
+    "LayerNorm",
+    "LayerNormLinear",
     "LayerSeed",
     "Linear",
     "MainGradients",
     "MoE",
     "MultiheadAttention",
     "QuantizedLinear",
+    "RMSNorm",
+    "RMSNormLinear",
     "Recipe",
     "Router",
     "autocast",

@@ -21,7 +21,7 @@ from .reuse import ForgetsWeights, hint_at_reuse
 from .seeds import LayerSeed, Stepping
 from .unscripted import Unscripted
 
-__all__ = ["Linear", "check_dtype", "check_operands", "check_whole", "linear"]
+__all__ = ["Linear", "check_dtype", "check_linear", "check_operands", "check_whole", "linear"]
 
 
 def linear(
@@ -58,7 +58,7 @@ def linear(
     plan = find_plan(key)
     if plan is not None:
         return _planned(plan, x, weight, bias)
-    _check(x, weight, bias, recipe)
+    check_linear(x, weight, bias, recipe)
     _check_seed(seed, recipe)
     out_dtype = output_dtype(x)
     if not (x.numel() and weight.numel()):  # nothing to quantize, and nothing to round
@@ -108,7 +108,7 @@ def _planned(plan: LayerPlan, x: Tensor, weight: Tensor, bias: Tensor | None) ->
     return PlannedLinear.apply(x, weight, bias, plan, dgrad)
 
 
-def _check(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> None:
+def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> None:
     check_recipe(recipe)
     check_operands(x, weight, bias)
     remedy = ", or leave the layer in torch.nn"

@@ -21,7 +21,7 @@ from .passes import unflatten_rows
 from .recipe import Recipe, check_inference_recipe
 from .unscripted import Unscripted
 
-__all__ = ["QuantizedConv1D", "QuantizedLinear", "quantized_linear"]
+__all__ = ["QuantizedConv1D", "QuantizedLinear", "quantized_linear", "transposed_weight"]
 
 
 def quantized_linear(
@@ -129,9 +129,9 @@ def _multiply(
     if not recipe.weight_only:
         forms = quantize_forms(rows, recipe.operand("activations"), rows=True)
         assert forms.rows is not None
-        return gemm(forms.rows, _transposed(weight), out_dtype, bias=bias)
+        return gemm(forms.rows, transposed_weight(weight), out_dtype, bias=bias)
     if rows.dtype == torch.bfloat16:
-        return gemm(rows, _transposed(weight), out_dtype, bias=bias)
+        return gemm(rows, transposed_weight(weight), out_dtype, bias=bias)
     if not torch.compiler.is_compiling():
         why = f"x is {rows.dtype}; kernels multiply bfloat16 by quantized weights"
         fall_back("gemm", rows, "auto", why)
@@ -142,7 +142,7 @@ def _multiply(
     return product.clone() if torch.compiler.is_compiling() else product
 
 
-def _transposed(weight: ScaledTensor) -> ScaledTensor:
+def transposed_weight(weight: ScaledTensor) -> ScaledTensor:
     """``weight.mT``; compilers would guard that attribute of a parameter, made anew each time."""
     held = isinstance(weight, torch.nn.Parameter) and torch.compiler.is_compiling()
     if held or torch.compiler.is_dynamo_compiling():
@@ -270,7 +270,7 @@ class QuantizedConv1D(_HoldsQuantized):
     """The same of transformers' Conv1D: its weight is (in, out), blocked along axis -2."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return quantized_linear(x, _transposed(self.weight), self.bias, recipe=self.recipe)
+        return quantized_linear(x, transposed_weight(self.weight), self.bias, recipe=self.recipe)
 
 
 def own_global_scale(weight: Any) -> None:

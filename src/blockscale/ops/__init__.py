@@ -9,10 +9,11 @@ elsewhere. Both give the same bytes.
 from .backends import BACKENDS, OPERATIONS, FallbackWarning, backend, cpu_backend
 from .combine import combine
 from .dequantize import dequantize
-from .fused import rmsnorm_quantize, swiglu_quantize
+from .fused import swiglu, swiglu_backward, swiglu_quantize
 from .gemm import gemm, gemm_out
 from .gemm_quantize import gemm_quantize, grouped_gemm_quantize
 from .grouped_gemm import grouped_gemm, grouped_gemm_out
+from .norms import norm, norm_backward, norm_quantize
 from .quantize import global_scale, quantize, quantize_both
 from .route import route
 
@@ -31,9 +32,13 @@ __all__ = [
     "grouped_gemm",
     "grouped_gemm_out",
     "grouped_gemm_quantize",
+    "norm",
+    "norm_backward",
+    "norm_quantize",
     "quantize",
     "quantize_both",
-    "rmsnorm_quantize",
     "route",
+    "swiglu",
+    "swiglu_backward",
     "swiglu_quantize",
 ]

@@ -28,7 +28,8 @@ __all__ = [
 ]
 
 _PRODUCTS = ("gemm", "grouped_gemm")
-_FUSED = ("swiglu_quantize", "swiglu_backward_quantize", "rmsnorm_quantize")
+_NORMS = ("rmsnorm_quantize", "layernorm_quantize")
+_FUSED = ("swiglu_quantize", "swiglu_backward_quantize", *_NORMS)
 
 OPERATIONS = (
     "quantize",
@@ -47,12 +48,14 @@ BACKENDS = ("auto", "kernel", "reference")
 # What is said of those with GPU kernels.
 _QUANTIZE = "reference where a 6-bit format is asked for, or seed= with offsets= or gather="
 _SWIGLU = "reference where a 6-bit format is asked for"
+_NORM = "reference for 6 bits, and rows that shared memory cannot hold"
 _ON_GPU = {
     "quantize": _QUANTIZE,
     "quantize_both": _QUANTIZE,
     "swiglu_quantize": _SWIGLU,
     "swiglu_backward_quantize": _SWIGLU,
-    "rmsnorm_quantize": "reference for 6 bits, 128x128 blocks, nvfp4 without global_scale=",
+    "rmsnorm_quantize": _NORM,
+    "layernorm_quantize": _NORM,
     "global_scale": "compiled kernel, same bytes as the reference",
     "dequantize": "reference for 6-bit formats and groups along the contraction",
 }
@@ -141,7 +144,7 @@ def _on_cpu(operation: str) -> tuple[str, str]:
         return "numba + torch", "each group of rows as gemm; groups along K by torch"
     if operation == "gemm_quantize":
         return "numba + torch", "as gemm to fp32, SwiGLU by torch, then quantized by a kernel"
-    if operation == "rmsnorm_quantize":
+    if operation in _NORMS:
         return "torch + numba", "values made by torch, quantized by a kernel"
     if operation in _FUSED:
         return "numba", "values made by one kernel, quantized by another"

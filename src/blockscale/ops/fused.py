@@ -1,4 +1,4 @@
-"""The ops ``swiglu_quantize`` and ``rmsnorm_quantize``: a producer and the quantizer behind it.
+"""The ops of SwiGLU: with a quantizer behind, alone, and its backward.
 
 On a GPU one kernel reads what the producer needs and writes what the quantizer gives. Elsewhere,
 and where there is no such kernel, a compiled loop (SwiGLU on a CPU) or the reference makes the
@@ -31,16 +31,14 @@ from .quantize import global_scale, quantize, quantize_both, written_layouts
 
 __all__ = [
     "added_up",
+    "asked_forms",
     "fake_scalar",
     "partial_sums",
     "quantize_values",
-    "rmsnorm_quantize",
+    "swiglu",
+    "swiglu_backward",
     "swiglu_quantize",
 ]
-
-_UNKNOWN_SCALE = (
-    "global_scale: found from the normalized values, which the kernel does not keep; pass one"
-)
 
 
 # --- SwiGLU ---------------------------------------------------------------------------------------
@@ -62,7 +60,7 @@ def _fake_swiglu(
     fmt = get_format(format)
     values = x if grad is not None else x[..., : x.shape[-1] // 2]
     results: list[Tensor] = []
-    for axis, layout in zip(*_asked(rows, columns, row_layout, column_layout), strict=True):
+    for axis, layout in zip(*asked_forms(rows, columns, row_layout, column_layout), strict=True):
         results += fakes.empty(values, fmt, axis, layout, offsets, k_major)
     if weights is not None and grad is not None:
         results.append(torch.empty_like(weights))
@@ -90,7 +88,7 @@ def swiglu_quantize(
     ``rows`` (axis -1), ``columns`` (axis -2) or both, from one read. With fp32 ``weights`` of rows
     ``reference.weighted_swiglu`` and its backward, which has the gradient of weights after these.
     """
-    axes, layouts = _asked(rows, columns, row_layout, column_layout)
+    axes, layouts = asked_forms(rows, columns, row_layout, column_layout)
     producer, grouped = "swiglu" if grad is None else "swiglu_backward", offsets is not None
     producer = producer if weights is None else f"weighted_{producer}"
     asked = quantizers.Request(
@@ -170,67 +168,44 @@ def added_up(sums: Tensor, rows: int) -> Tensor:
     return experts.combine(sums, in_order, None, torch.float32).view(-1)[:rows]
 
 
-def _asked(
+# --- SwiGLU alone ---------------------------------------------------------------------------------
+
+
+def _fake_swiglu_alone(x: Tensor) -> Tensor:
+    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+
+
+@operation(_fake_swiglu_alone)
+def swiglu(x: Tensor) -> Tensor:
+    """``reference.swiglu`` of ``x`` (..., 2H)."""
+    _tell_of_no_kernel("swiglu", x)
+    return _swiglu_values(x, None, None, "auto")[0]
+
+
+def _fake_swiglu_backward(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@operation(_fake_swiglu_backward)
+def swiglu_backward(grad: Tensor, x: Tensor) -> Tensor:
+    """``reference.swiglu_backward`` of ``grad`` (..., H) and ``x``."""
+    _tell_of_no_kernel("swiglu_backward", x)
+    return _swiglu_values(x, grad, None, "auto")[0]
+
+
+def _tell_of_no_kernel(operation: str, x: Tensor) -> None:
+    if gpu_of(x.device) is not None:
+        fall_back(operation, x, "auto", "there are kernels with a quantizer behind alone")
+
+
+# --- what norms need, too -------------------------------------------------------------------------
+
+
+def asked_forms(
     rows: bool, columns: bool, row_layout: str, column_layout: str
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """The axes that are asked for, and the layout of each."""
     return (-1,) * rows + (-2,) * columns, (row_layout,) * rows + (column_layout,) * columns
-
-
-# --- RMSNorm --------------------------------------------------------------------------------------
-
-
-def _fake_rmsnorm(x: Tensor, format: str, layout: str, global_scale: Tensor | None) -> list[Tensor]:
-    fmt = get_format(format)
-    rstd = x.new_empty(x.shape[:-1], dtype=torch.float32)
-    return [*fakes.empty(x, fmt, -1, layout, None), rstd, *fake_scalar(x, fmt, global_scale)]
-
-
-@operation(_fake_rmsnorm)
-def rmsnorm_quantize(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    format: str,
-    scale_rounding: str,
-    nonfinite: str,
-    layout: str,
-    global_scale: Tensor | None = None,
-    backend: str = "auto",
-) -> list[Tensor]:
-    """``reference.rmsnorm`` of ``x``, quantized along rows, and its rstd."""
-    asked = quantizers.Request(format, (-1,), (layout,), scale_rounding, nonfinite)
-    if gpu_of(x.device) is not None and backend != "reference":
-        try:
-            return _rmsnorm_by_kernel(x, weight, eps, asked, global_scale)
-        except Unsupported as why:
-            fall_back("rmsnorm_quantize", x, backend, str(why))
-    values, rstd = reference.rmsnorm(x, weight, eps)
-    data, scale, *found = quantize_values(values, asked, global_scale, None, backend)
-    return [data, scale, rstd, *found]
-
-
-def _rmsnorm_by_kernel(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    asked: quantizers.Request,
-    global_scale: Tensor | None,
-) -> list[Tensor]:
-    """What the kernel makes of ``x``; Unsupported where there is none."""
-    fmt, layouts = asked.fmt, asked.layouts
-    if fmt.has_global_scale and global_scale is None:
-        raise Unsupported(_UNKNOWN_SCALE)
-    written = written_layouts(fmt, layouts)
-    if written is not layouts:
-        asked = asked._replace(layouts=written)
-    data, scale, rstd = quantizers.rmsnorm(x, weight, asked, eps=eps, global_scale=global_scale)
-    if written is not layouts:
-        scale = swizzle_scale(scale, -1, get_layout(layouts[0]), None)
-    return [data, scale, rstd]
-
-
-# --- what both need -------------------------------------------------------------------------------
 
 
 def quantize_values(

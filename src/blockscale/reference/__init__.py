@@ -3,7 +3,6 @@
 from .combine import combine
 from .compare import amax, error_sums
 from .fused import (
-    rmsnorm,
     swiglu,
     swiglu_backward,
     weight_gradient,
@@ -12,6 +11,7 @@ from .fused import (
     weighted_swiglu_backward,
 )
 from .gemm import bounds, epilogue, gemm, grouped_gemm
+from .norms import layernorm, layernorm_backward, rmsnorm, rmsnorm_backward
 from .quantize import apart_position, dequantize, global_scale, quantize
 from .route import route
 
@@ -26,8 +26,11 @@ __all__ = [
     "gemm",
     "global_scale",
     "grouped_gemm",
+    "layernorm",
+    "layernorm_backward",
     "quantize",
     "rmsnorm",
+    "rmsnorm_backward",
     "route",
     "swiglu",
     "swiglu_backward",

@@ -1,8 +1,8 @@
-"""What may come before a quantizer in one kernel: SwiGLU, its backward and RMSNorm, bit for bit.
+"""What may come before a quantizer in one kernel: SwiGLU and its backward, bit for bit.
 
 Inputs are widened to fp32 and every step is one IEEE fp32 operation, to nearest even, in the order
 written here, so that any processor gives the same bytes: there is no exp and nothing approximate.
-The result is rounded once to the dtype of ``x``. Which NaN a NaN is stays open, except in ``rstd``.
+The result is rounded once to the dtype of ``x``. Which NaN a NaN is stays open.
 
 Torch computes each step by itself, so that nothing is contracted, and its fp32 sums, products and
 quotients of two tensors are IEEE's on CPUs and GPUs. A quotient with a number is not (a GPU
@@ -17,12 +17,10 @@ import struct
 import torch
 from torch import Tensor
 
-from ..rounding import FP32_NAN, from_float32_bits
-
 __all__ = [
     "fma",
-    "rmsnorm",
     "square_root",
+    "sum_of_pairs",
     "swiglu",
     "swiglu_backward",
     "weight_gradient",
@@ -94,28 +92,10 @@ def weight_gradient(grad: Tensor, values: Tensor) -> Tensor:
     """That of the weights of ``values``, from ``grad`` of ``weighted``, in fp32."""
     total = grad.to(torch.float32) * values.to(torch.float32)
     total = torch.nn.functional.pad(total, (0, -total.shape[-1] % 64)).unflatten(-1, (-1, 64))
-    return sum(_sum_of_pairs(total).unbind(-1), total.new_zeros(len(total)))
+    return sum(sum_of_pairs(total).unbind(-1), total.new_zeros(len(total)))
 
 
-def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """``x`` (..., K) over the root mean square of its rows, times ``weight`` (K,).
-
-    Squares are summed pairwise: neighbours first, then sums of two, of four and so on, over a row
-    padded with zeros to a power of two. ``eps`` is rounded to fp32. Returns the result, like ``x``,
-    and ``rstd`` (...,) in fp32, what the rows were multiplied with.
-    """
-    wide = x.to(torch.float32)
-    k = x.shape[-1]
-    squares = torch.nn.functional.pad(wide * wide, (0, (1 << (k - 1).bit_length()) - k))
-    total = _sum_of_pairs(squares)
-    mean = total / torch.full_like(total, k)
-    rstd = torch.ones_like(mean) / square_root(mean + torch.full_like(mean, eps))
-    rstd = torch.where(rstd.isnan(), _canonical_nan(rstd), rstd)
-    y = (wide * rstd.unsqueeze(-1)) * weight.to(torch.float32)
-    return y.to(x.dtype), rstd
-
-
-def _sum_of_pairs(x: Tensor) -> Tensor:
+def sum_of_pairs(x: Tensor) -> Tensor:
     """Over the last dimension, a power of two: neighbours first, then sums of two, and so on."""
     while x.shape[-1] > 1:
         x = x[..., 0::2] + x[..., 1::2]
@@ -184,7 +164,3 @@ def _exp_minus_magnitude(gate: Tensor) -> Tensor:
         power = fma(power, f, constant(coefficient))
     bits = power.view(torch.int32) + n.to(torch.int32) * (1 << 23)
     return bits.view(torch.float32)
-
-
-def _canonical_nan(like: Tensor) -> Tensor:
-    return from_float32_bits(torch.full_like(like, FP32_NAN, dtype=torch.int64))

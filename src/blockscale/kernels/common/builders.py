@@ -12,6 +12,7 @@ BUILDERS = {
     "quantizers.config.Config": "quantizers.kernel",
     "quantizers.config.AmaxConfig": "quantizers.amax",
     "quantizers.norm_config.NormConfig": "quantizers.rmsnorm_kernel",
+    "quantizers.statistics_config.StatisticsConfig": "quantizers.statistics_kernel",
     "quantizers.dequantize_config.DequantizeConfig": "quantizers.dequantize_kernel",
     "experts.combine_config.CombineConfig": "experts.combine_kernel",
     "experts.route_config.RouteConfig": "experts.route_kernel",

@@ -138,7 +138,7 @@ def swiglu(x: Tensor) -> Tensor:
     out = _empty((len(wide), wide.shape[1] // 2), torch.float32)
     arrays = wide.numpy(), out.numpy()
     _run(lambda first, last: compiled.swiglu_rows(*arrays, first, last), *_rows_of(wide))
-    return out.view(*x.shape[:-1], -1).to(x.dtype)
+    return out.view(*x.shape[:-1], x.shape[-1] // 2).to(x.dtype)
 
 
 def swiglu_backward(grad: Tensor, x: Tensor) -> Tensor:

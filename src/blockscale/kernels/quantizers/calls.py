@@ -17,6 +17,7 @@ from .dequantize_plan import (
 )
 from .further import PLAIN, Further
 from .norm import rmsnorm, unsupported_rmsnorm
+from .normalized import RowStatistics, row_statistics
 from .plan import QuantizePlan, plan_amax, plan_quantize, unsupported
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "Further",
     "QuantizePlan",
     "Request",
+    "RowStatistics",
     "Stored",
     "dequantize",
     "global_scale",
@@ -34,6 +36,7 @@ __all__ = [
     "plan_quantize",
     "quantize",
     "rmsnorm",
+    "row_statistics",
     "unsupported",
     "unsupported_rmsnorm",
 ]

@@ -58,6 +58,9 @@ PRODUCERS = {
     "swiglu_backward": Producer(3, 2, 2),  # gate, up, gradient -> gradients of gate and up
     "weighted_swiglu": Producer(2, 1, 1, weighted=True),
     "weighted_swiglu_backward": Producer(3, 2, 2, weighted=True),
+    "rmsnorm": Producer(1, 1, weighted=True),  # by what ``statistics_config.Places`` tells of
+    "layernorm": Producer(1, 1, weighted=True),
+    "biased_layernorm": Producer(1, 1, weighted=True),
 }
 
 
@@ -74,6 +77,7 @@ class Request(NamedTuple):
             which is gate and up; "swiglu_backward": ``reference.swiglu_backward`` (M, 2H) of x and
             of another input, the gradient (M, H). "weighted_" ones take weights (M,) fp32 last;
             the backward then a matrix for partial sums of ``reference.weight_gradient``, too.
+            Norms take a vector of ``statistics_config.Places``.
         grouped: the rows belong to experts.
         k_major: data along columns is stored column by column, as 4-bit data always is.
         gather: what is quantized are rows of x in another order.

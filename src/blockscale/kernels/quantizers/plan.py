@@ -244,11 +244,12 @@ def _choose(
         same = (tuple(shape), tuple(stride)) == batch
         return config, None if same else ((0, (*batch, 0)),)
     found: list[tuple[int, tuple[Any, Any, int]]] = []
+    producer = PRODUCERS[request.producer]
     for i, (shape, stride, _, _) in enumerate(inputs):
         matrix = as_matrix(shape, stride)
         assert matrix is not None  # else it is not supported
         rows, columns, apart = matrix
-        halves = 2 if request.producer != "load" and i == 0 else 1
+        halves = 1 if i else producer.sources - producer.inputs + 1
         width = columns // halves
         found += [(i, ((rows, width), (apart, 1), part * width)) for part in range(halves)]
     sources = [

@@ -15,10 +15,12 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute, range_const
 from cutlass.cute.nvgpu import cpasync
 
 from ..common import ptx
+from ..common.norms import NORMALIZE
 from ..common.numeric import NAN_WORD, NUMERIC
 from ..common.swiglu import PRODUCE
 from .config import DOT, PANEL, PRODUCERS, Config
 from .groups import TileRows
+from .norm_factors import norm_factors
 
 __all__ = [
     "ELEMENTS",
@@ -32,6 +34,7 @@ __all__ = [
 ]
 
 ELEMENTS = 16  # of one lane at a time
+_PRODUCE = {**PRODUCE, **NORMALIZE}
 STRIP_LANES = PANEL // ELEMENTS
 
 
@@ -292,7 +295,8 @@ class Tiles:
             row = loaded.rows.start + strip % config.loaded_rows
             column = column + strip // config.loaded_rows * PANEL
             weights = self.factors(loaded, row, column, order)
-        parts, products = PRODUCE[config.producer](words, config.dtype, blackwell, weights)
+        produce = _PRODUCE[config.producer]
+        parts, products = produce(words, config.dtype, blackwell, weights)
         if products is not None and loaded.sums is not None:
             self.add_up(products, loaded.sums, (column // DOT, row), loaded.rows.stop)
         if keep:
@@ -302,8 +306,11 @@ class Tiles:
                     ptx.store_shared(address + place, part[i : i + 4], 16)
         return parts
 
-    def factors(self, loaded, row, column, order) -> list:
-        """What 16 elements are multiplied by: the weight of their row, and of padding one."""
+    def factors(self, loaded, row, column, order):
+        """What 16 elements are multiplied by: the weight of their row, and of padding one; or what
+        a norm has."""
+        if self.config.producer in NORMALIZE:
+            return norm_factors(self.config.producer, loaded, row, column, order)
         weight = self.weight(loaded.weights, row, loaded.rows.stop)
         if self.shape.parts > 1:  # of whole panels
             return [weight] * ELEMENTS
