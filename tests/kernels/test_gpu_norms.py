@@ -157,6 +157,9 @@ def test_strided_and_misaligned():
     whole = rows(8, 700, BF16)
     for x in (whole[::2, 8:264], whole[:, 1:257], whole[:, :300]):
         check(BIASED, x, factors(BIASED, x.shape[1], BF16), "mxfp8", "sm_90a")
+    check(BIASED, whole[:1, 8:264], factors(BIASED, 256, BF16), "mxfp8", "sm_90a")
+    alone = torch.as_strided(whole, (1, 256), (3, 1))
+    check(RMS, alone, factors(RMS, 256, BF16), "mxfp8", "sm_90a")
     by = factors(BIASED, 257, BF16)
     by = [each[1:] for each in by]  # of an odd address
     check(BIASED, whole[:, :256], by, "mxfp8", "sm_90a")

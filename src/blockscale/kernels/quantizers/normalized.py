@@ -57,17 +57,19 @@ def row_statistics(
         raise Unsupported(reason)
     assert gpu is not None  # else it is not supported
     factors = weight.dtype, None if bias is None else bias.dtype
-    run = _plan(describe(x), factors, centered, gpu)
+    run, apart = _plan(describe(x), factors, centered, gpu)
     places = Places.of(*x.shape)
     vector = x.new_empty(places.end, dtype=torch.float32)
-    run(x, weight, bias, vector, eps)
+    matrix = x if x.stride(0) == apart else x.as_strided(x.shape, (apart, 1))  # one row, any stride
+    run(matrix, weight, bias, vector, eps)
     rows = x.shape[0]
     mean = vector[places.mean : places.mean + rows] if centered else None
     return RowStatistics(producer, vector, mean, vector[:rows])
 
 
 @lru_cache(maxsize=4096)
-def _plan(x: Described, factors: tuple[Any, Any], centered: bool, gpu: Gpu) -> Any:
+def _plan(x: Described, factors: tuple[Any, Any], centered: bool, gpu: Gpu) -> tuple[Any, int]:
+    """The kernel, and how far apart it takes rows to be."""
     shape, stride, dtype, address = x
     found = as_matrix(shape, stride)
     assert found is not None  # else it is not supported
@@ -75,4 +77,4 @@ def _plan(x: Described, factors: tuple[Any, Any], centered: bool, gpu: Gpu) -> A
     source = address, apart * dtype.itemsize
     types = from_torch(factors[0]), None if factors[1] is None else from_torch(factors[1])
     config = choose_statistics((rows, columns), source, from_torch(dtype), types, centered, gpu)
-    return gpu.load(config)
+    return gpu.load(config), apart

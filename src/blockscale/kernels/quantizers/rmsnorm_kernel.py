@@ -33,7 +33,7 @@ from .rows import Rows
 from .scales import Packed, staging
 from .tile import ELEMENTS, Part, load_words
 
-__all__ = ["RmsNorm", "compile_config"]
+__all__ = ["RmsNorm", "compile_config", "one_nan"]
 
 _TILE = 128  # rows of a tile of the tcgen05 layout
 
@@ -158,7 +158,7 @@ class RmsNorm:
         for i in range_constexpr(passes):
             segment = across + i * config.segment_warps
             if segment < config.segments:
-                self.add_squares(tile, sums, segment, down)
+                self.add_up(tile, sums, (segment, down))
         cute.arch.sync_threads()
         if thread < config.tile_rows:
             self.finish(sums, inverses, rstd, eps, first + thread)
@@ -240,9 +240,11 @@ class RmsNorm:
     # --- the norm ---------------------------------------------------------------------------------
 
     @cute.jit
-    def add_squares(self, tile, sums, segment, down):
-        """Sums of squares of a segment in each of a warp's rows."""
-        config = self.config
+    def add_up(self, tile, sums, place, means=None, squares: cutlass.Constexpr = True):
+        """Sums of squares, or of elements, of a segment in each of a warp's rows, whose ``means``
+        are taken away first, if there are some. ``place``: the segment, and the warp's place down
+        the tile."""
+        config, (segment, down) = self.config, place
         lane = cute.arch.lane_idx()
         count = config.tile_rows // config.row_warps
         together = min(count, 4)
@@ -251,9 +253,12 @@ class RmsNorm:
             for j in range_constexpr(together):
                 row = down * count + i * together + j
                 values = widen(self.elements(tile, row, segment), config.dtype)
+                if const_expr(means is not None):
+                    minus = ptx.multiply(ptx.load_float(means + row * 4), Float32(-1.0))
+                    values = self.centered(values, minus, segment * SEGMENT + lane * ELEMENTS)
                 # Bit-reversed, so that a sum of neighbours is one of the first and second half.
                 values = [values[int(f"{n:04b}"[::-1], 2)] for n in range(ELEMENTS)]
-                found.append(multiply(values, values, self.blackwell))
+                found.append(multiply(values, values, self.blackwell) if squares else values)
             while const_expr(len(found[0]) > 1):
                 halves = [(v[: len(v) // 2], v[len(v) // 2 :]) for v in found]
                 found = [add(*each, self.blackwell) for each in halves]
@@ -265,24 +270,35 @@ class RmsNorm:
                 where = sums + (segment * config.tile_rows + down * count + i * together) * 4
                 ptx.store_shared(where, [t.bitcast(Uint32) for t in totals], 4 * together)
 
+    def centered(self, values: list, minus, column) -> list:
+        """Values from ``column`` on less their mean; zeros past the last column."""
+        values = add(values, [minus] * ELEMENTS, self.blackwell)
+        if self.config.columns % SEGMENT == 0:
+            return values
+        inside = [column + i < self.config.columns for i in range(ELEMENTS)]
+        pairs = zip(values, inside, strict=True)
+        return [Float32(select_(known, value, Float32(0.0))) for value, known in pairs]
+
+    def mean(self, sums):
+        """Of what was summed up of a thread's row."""
+        config = self.config
+        where = sums + cute.arch.thread_idx()[0] * 4
+        parts = [ptx.load_float(where + i * config.tile_rows * 4) for i in range(config.segments)]
+        while len(parts) > 1:  # zeros that would fill up the tree change no sum
+            pairs = [parts[i : i + 2] for i in range(0, len(parts), 2)]
+            parts = [ptx.add(*pair) if len(pair) == 2 else pair[0] for pair in pairs]
+        return ptx.divide(parts[0], Float32(config.columns))
+
+    def inverse(self, sums, eps):
+        """1 / sqrt(mean + eps) of a thread's row."""
+        root = ptx.square_root(ptx.add(self.mean(sums), eps))
+        return one_nan(ptx.divide(Float32(1.0), root))
+
     @cute.jit
     def finish(self, sums, inverses, rstd, eps, slot):
-        """1 / sqrt(mean + eps) of a thread's row."""
-        config = self.config
-        thread = cute.arch.thread_idx()[0]
-        where = sums + thread * 4
-        pitch = config.tile_rows * 4
-        parts = [ptx.load_float(where + i * pitch) for i in range(config.segments)]
-        while const_expr(len(parts) > 1):  # zeros that would fill up the tree change no sum
-            parts = [
-                ptx.add(*parts[i : i + 2]) if i + 1 < len(parts) else parts[i]
-                for i in range(0, len(parts), 2)
-            ]
-        mean = ptx.divide(parts[0], Float32(config.columns))
-        inverse = ptx.divide(Float32(1.0), ptx.square_root(ptx.add(mean, eps))).bitcast(Uint32)
-        bad = inverse & 0x7FFFFFFF > Uint32(FP32_INF)
-        inverse = Uint32(select_(bad, Uint32(FP32_NAN), inverse))
-        ptx.store_shared(inverses + thread * 4, [inverse], 4)
+        """The inverse of a thread's row, for all threads and for the caller."""
+        inverse = self.inverse(sums, eps)
+        ptx.store_shared(inverses + cute.arch.thread_idx()[0] * 4, [inverse], 4)
         row = self.row(slot)
         if row < rstd.shape[0]:
             ptx.store_global(rstd.iterator.toint() + Int64(row) * 4, [inverse], 4)
@@ -326,6 +342,12 @@ class RmsNorm:
         size = self.config.dtype.itemsize
         column = segment * SEGMENT + cute.arch.lane_idx() * ELEMENTS
         return load_words(tile + slot * self.row_bytes + column * size, size)
+
+
+def one_nan(value):
+    """Bits of a number, which are the same ones of all that is none."""
+    bits = value.bitcast(Uint32)
+    return Uint32(select_(bits & 0x7FFFFFFF > Uint32(FP32_INF), Uint32(FP32_NAN), bits))
 
 
 def compile_config(config: NormConfig):

@@ -10,15 +10,14 @@ from __future__ import annotations
 import cutlass
 from cutlass import Float32, Int64, Uint32, const_expr, cute, range_constexpr, select_
 
-from ...rounding import FP32_INF, FP32_NAN
 from ..common import ptx
-from ..common.arithmetic import add, element, multiply, widen
+from ..common.arithmetic import element
 from ..common.numeric import NUMERIC
 from ..common.pdl import pdl_wait
 from ..common.shared import allocate
 from ..common.tensor_specs import any_source, any_tensor, compile_for
 from .norm_config import SEGMENT
-from .rmsnorm_kernel import RmsNorm
+from .rmsnorm_kernel import RmsNorm, one_nan
 from .statistics_config import Places, StatisticsConfig
 from .tile import ELEMENTS
 
@@ -68,15 +67,16 @@ class Statistics(RmsNorm):
             cute.arch.sync_threads()
         thread = cute.arch.thread_idx()[0]
         if const_expr(config.centered):
-            self.add_up(tile, sums, means, False)
+            self.add_rows(tile, sums, squares=False)
             cute.arch.sync_threads()
             if thread < rows:
                 self.finish_mean(sums, means, base, places.mean, (first + thread, x.shape[0]))
             cute.arch.sync_threads()
-        self.add_up(tile, sums, means, True)
+        self.add_rows(tile, sums, means if config.centered else None)
         cute.arch.sync_threads()
         if thread < rows:
-            self.finish_rstd(sums, base, places.rstd, (first + thread, x.shape[0]), eps)
+            inverse = self.inverse(sums, eps)
+            self.put(inverse, base, places.rstd, (first + thread, x.shape[0]))
 
     @cute.jit
     def copy(self, source, dtype: cutlass.Constexpr, base, place):
@@ -92,81 +92,22 @@ class Statistics(RmsNorm):
             ptx.store_global(base + (Int64(place) + i) * 4, [value], 4)
 
     @cute.jit
-    def add_up(self, tile, sums, means, squares: cutlass.Constexpr):
-        """Sums of a block's rows, or of squares, of what is over their means if they have some."""
+    def add_rows(self, tile, sums, means=None, squares: cutlass.Constexpr = True):
+        """``add_up`` of all segments of a block's rows."""
         config = self.config
         warp = cute.arch.thread_idx()[0] // 32
         across, down = warp % config.segment_warps, warp // config.segment_warps
         for i in range_constexpr(-(-config.segments // config.segment_warps)):
             segment = across + i * config.segment_warps
             if segment < config.segments:
-                self.add_segment(tile, sums, means, (segment, down), squares)
-
-    @cute.jit
-    def add_segment(self, tile, sums, means, place, squares: cutlass.Constexpr):
-        """Those of a segment of each of a warp's rows."""
-        config, (segment, down) = self.config, place
-        lane = cute.arch.lane_idx()
-        count = config.tile_rows // config.row_warps
-        together = min(count, 4)
-        for i in range(count // together):
-            found = []
-            for j in range_constexpr(together):
-                row = down * count + i * together + j
-                values = widen(self.elements(tile, row, segment), config.dtype)
-                if const_expr(squares and config.centered):
-                    minus = ptx.multiply(ptx.load_float(means + row * 4), Float32(-1.0))
-                    values = self.over(values, minus, segment * SEGMENT + lane * ELEMENTS)
-                # Bit-reversed, so that a sum of neighbours is one of the first and second half.
-                values = [values[int(f"{n:04b}"[::-1], 2)] for n in range(ELEMENTS)]
-                found.append(multiply(values, values, self.blackwell) if squares else values)
-            while const_expr(len(found[0]) > 1):
-                halves = [(v[: len(v) // 2], v[len(v) // 2 :]) for v in found]
-                found = [add(*each, self.blackwell) for each in halves]
-            totals = [v[0] for v in found]
-            for j in range_constexpr(5):
-                others = [cute.arch.shuffle_sync_bfly(total, 1 << j) for total in totals]
-                totals = [ptx.add(a, b) for a, b in zip(totals, others, strict=True)]
-            if lane == 0:
-                where = sums + (segment * config.tile_rows + down * count + i * together) * 4
-                ptx.store_shared(where, [t.bitcast(Uint32) for t in totals], 4 * together)
-
-    def over(self, values: list, minus, column) -> list:
-        """Values from ``column`` on without their mean; zeros past the last column."""
-        values = add(values, [minus] * ELEMENTS, self.blackwell)
-        if self.config.columns % SEGMENT == 0:
-            return values
-        inside = [column + i < self.config.columns for i in range(ELEMENTS)]
-        pairs = zip(values, inside, strict=True)
-        return [Float32(select_(known, value, Float32(0.0))) for value, known in pairs]
+                self.add_up(tile, sums, (segment, down), means, squares)
 
     @cute.jit
     def finish_mean(self, sums, means, base, place, row):
-        """The mean of a thread's row, a slot of the block, and where it is kept."""
-        value = self.canonical(self.mean(sums))
+        """The mean of a thread's row, for all threads and for the caller."""
+        value = one_nan(self.mean(sums))
         ptx.store_shared(means + cute.arch.thread_idx()[0] * 4, [value], 4)
         self.put(value, base, place, row)
-
-    @cute.jit
-    def finish_rstd(self, sums, base, place, row, eps):
-        """1 / sqrt(mean + eps) of a thread's row."""
-        root = ptx.square_root(ptx.add(self.mean(sums), eps))
-        self.put(self.canonical(ptx.divide(Float32(1.0), root)), base, place, row)
-
-    def mean(self, sums):
-        """Of a thread's row, from sums of its segments."""
-        config = self.config
-        where = sums + cute.arch.thread_idx()[0] * 4
-        parts = [ptx.load_float(where + i * config.tile_rows * 4) for i in range(config.segments)]
-        while len(parts) > 1:  # zeros that would fill up the tree change no sum
-            pairs = [parts[i : i + 2] for i in range(0, len(parts), 2)]
-            parts = [ptx.add(*pair) if len(pair) == 2 else pair[0] for pair in pairs]
-        return ptx.divide(parts[0], Float32(config.columns))
-
-    def canonical(self, value):
-        """Bits of a number, with one NaN."""
-        bits = value.bitcast(Uint32)
-        return Uint32(select_(bits & 0x7FFFFFFF > Uint32(FP32_INF), Uint32(FP32_NAN), bits))
 
     @cute.jit
     def put(self, value, base, place, row):
