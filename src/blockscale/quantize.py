@@ -75,7 +75,8 @@ def quantize(
             that are multiplied along both. For formats whose blocks are of one row; groups of
             ``offsets`` would cut squares.
         hadamard: transform ``x`` along ``axis`` before, in fp32: a :class:`Hadamard`, the same for
-            both operands of a product. By plain torch.
+            both operands of a product. GPU kernels do it in passing, for rows, and for columns of
+            4 bits in blocks of up to 32; else plain torch does.
         k_major: store 8-bit columns (``axis=-2``) with the contraction contiguous, as Hopper's FP8
             tensor cores read them: ``qdata`` is then the ``mT`` of a contiguous tensor, each of
             whose rows starts at a multiple of 32 bytes. Values and scales are the same. Rows, and
