@@ -111,7 +111,8 @@ def global_scale(
     asked = Request(format.name, (axis,) if size else (-1,), producer=producer, hadamard=size)
     inputs, weights = _divided(x, others, producer)
     plan = plan_amax(tuple(map(describe, inputs)), x.device, gpu or gpu_of(x.device), asked)
-    return plan.global_scale(inputs, weights[0], Further(None, hadamard))
+    further = PLAIN if hadamard is None else Further(None, hadamard)
+    return plan.global_scale(inputs, weights[0], further)
 
 
 def _divided(

@@ -62,7 +62,7 @@ class QuantizePlan:
         # kernels read vectors
         offsets = offsets.contiguous() if self.grouped and offsets is not None else None
         of_rows = tuple([x for x in (gather, *weights) if x is not None]) or None
-        applied = further.arguments(inputs[0].device)
+        applied = None if further is PLAIN else further.arguments(inputs[0].device)
         self.run(self.sources(*inputs), tuple(written), global_scale, offsets, of_rows, applied)
         return written
 
@@ -75,7 +75,7 @@ class QuantizePlan:
         """An fp32 scalar."""
         partials = inputs[0].new_empty(self.tiles, dtype=torch.int32)
         scale = inputs[0].new_empty((), dtype=torch.float32)
-        applied = further.arguments(scale.device)
+        applied = None if further is PLAIN else further.arguments(scale.device)
         self.run(self.sources(*inputs), partials, scale, weights, applied)
         return scale
 
