@@ -86,6 +86,16 @@ def test_all_of_a_fraction_counts(format):
         check(x, format, arch, BOTH, seed=SEED, **_global(format, 1.0))
 
 
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(("format", "axes"), [("nvfp4", ROWS), ("nvfp4", BOTH), ("mxfp8", BOTH)])
+def test_stochastic_small(format, axes, arch):
+    """Tensors that do not fill a GPU, whose tiles take more warps, or have few rows."""
+    for rows in (7, 130):
+        x = nasty(rows, 272, BF16)
+        given = {"seed": SEED, "layout": "tcgen05", "multiprocessors": 132}
+        check(x, format, arch, axes, **given, **_global(format))
+
+
 def test_a_step_is_read_when_the_kernel_runs():
     """From the device: another one is no other kernel, and a tensor rounds as its number."""
     x, step = nasty(64, 64, BF16), torch.tensor(3)
