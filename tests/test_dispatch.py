@@ -85,7 +85,7 @@ class Kernels:
             results.append((data, scale))
         return results
 
-    def global_scale(self, x: Tensor, format: Format) -> Tensor:
+    def global_scale(self, x: Tensor, format: Format, **_: Any) -> Tensor:
         self.refuse(x, format, (-1,), ("compact",))
         self.scalars += 1
         return reference.global_scale(x, format)

@@ -92,6 +92,18 @@ def test_quantized(name, axis):
         assert torch.equal(found.global_scale, want.global_scale)
 
 
+@pytest.mark.parametrize("size", [2, 16, 64, 128])
+def test_both_ways_by_the_op(size):
+    """Each along its own contraction; signs of all 128 elements reach the op."""
+    h, x = bs.Hadamard.random(2, size), torch.randn(128, 256).bfloat16()
+    args = "mxfp8", "rceil", "propagate", "compact", "compact"
+    got = torch.ops.blockscale.quantize_both(x, *args, hadamard=h.for_op())
+    for axis, data, scale in ((-1, *got[:2]), (-2, *got[2:])):
+        want = bs.quantize(transformed(x, h, axis).contiguous(), "mxfp8", axis)
+        assert torch.equal(data.view(OCTETS), want.qdata.view(OCTETS))
+        assert torch.equal(scale, want.qscale.view(OCTETS))
+
+
 def test_beside_other_arguments():
     h, x = bs.Hadamard.random(2), torch.randn(128, 256)
     gather = torch.tensor([3, 3, 90], dtype=torch.int32)

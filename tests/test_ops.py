@@ -66,6 +66,9 @@ def test_opcheck_quantize_other_arguments(backend):
     torch.library.opcheck(OPS.quantize.default, args)
     args = (matrix(40, 64), "mxfp8", -2, "rceil", "te", "tcgen05")
     torch.library.opcheck(OPS.quantize.default, args, {"square": True})
+    further = {"seed": [*numbers_of(7, (40, 64))], "step": torch.tensor(3)}
+    args = (matrix(64, 64), "mxfp8", -2, "rceil", "te", "tcgen05")
+    torch.library.opcheck(OPS.quantize.default, args, further | {"hadamard": [16, 5, 0]})
     args = (matrix(40), "mxfp8", -1, "rceil", "te", "compact")
     torch.library.opcheck(OPS.quantize.default, args)
 
@@ -81,11 +84,19 @@ def test_opcheck_quantize_both(backend, name):
         seed, ends = [*numbers_of(7, (96, 128))], i32(40, 90)
         args = (matrix(96, 128), name, "rceil", "te", layout, "compact", None, ends, seed)
         torch.library.opcheck(OPS.quantize_both.default, args)
+    if fmt.block[0] == 1:
+        args = (matrix(256, 128), name, fmt.scale.roundings[0], "te", "compact", "compact", scalar)
+        further = {"seed": [*numbers_of(7, (256, 128))], "step": torch.tensor(3)}
+        torch.library.opcheck(
+            OPS.quantize_both.default, args, further | {"hadamard": [128, -1, 2**62]}
+        )
 
 
 def test_opcheck_global_scale(backend):
     for shape in ((64, 32), (3, 4, 16), (7,)):
         torch.library.opcheck(OPS.global_scale.default, (matrix(*shape), "nvfp4"))
+    args = (matrix(32, 48), "nvfp4", "auto", -2, [32, 5, 0])
+    torch.library.opcheck(OPS.global_scale.default, args)
 
 
 def dequantize_args(q, dtype):

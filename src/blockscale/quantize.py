@@ -77,7 +77,8 @@ def quantize(
             that are multiplied along both. For formats whose blocks are of one row; groups of
             ``offsets`` would cut squares.
         hadamard: transform ``x`` along ``axis`` before, in fp32: a :class:`Hadamard`, the same for
-            both operands of a product. By plain torch.
+            both operands of a product. GPU kernels do it in passing, for rows, and for columns of
+            4 bits in blocks of up to 32; else plain torch does.
         scaling: of NVFP4, how a block's scale is chosen, see :class:`blockscale.Quantization`;
             ``"ms_eden"`` needs ``hadamard`` and ``seed``, which rounds scales then. By plain torch.
         k_major: store 8-bit columns (``axis=-2``) with the contraction contiguous, as Hopper's FP8

@@ -162,6 +162,35 @@ def test_cuda_graph_of_steps():
         assert all(map(same_parts, results, wanted))
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+@pytest.mark.parametrize("size", [2, 16, 32, 64, 128])
+@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize("name", FORMATS)
+def test_hadamard(name, axis, size, dtype):
+    fmt, h = bs.formats[name], bs.Hadamard.random(size, size)
+    if fmt.block[0] > 1 or (axis == -2 and (fmt.element.bits == 8 or size > 32)):
+        return
+    for shape in ((256, 384), (1024, 2944), (128, 128)):
+        x = nasty(dtype, *shape)
+        for given in ({}, {"seed": SEED, "nonfinite": "te"}):
+            want = bs.quantize(x, name, axis, hadamard=h, **given)
+            got = bs.quantize(x.to(DEVICE), name, axis, hadamard=h, backend="kernel", **given)
+            assert same_parts(got, want)
+            if fmt.has_global_scale:
+                assert same(got.global_scale, want.global_scale)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+@pytest.mark.parametrize(("name", "layout"), PLACES)
+def test_square(name, layout, dtype):
+    if bs.formats[name].block[0] > 1:
+        return
+    for given in ({}, {"seed": SEED, "nonfinite": "te"}, {"k_major": True}):
+        check(nasty(dtype), name, layout=layout, square=True, **given)
+    for shape in ((1, 32), (129, 160), (1000, 2880), (33, 37)):
+        check(nasty(dtype, *shape), name, layout=layout, square=True)
+
+
 # --- what torch does ------------------------------------------------------------------------------
 
 

@@ -1,6 +1,7 @@
-"""What training asks of the GPU quantizers, in the emulator: stochastic rounding. The reference's
-bytes."""
+"""What training asks of the GPU quantizers, in the emulator: stochastic rounding, Hadamard
+transforms and scales of squares. The reference's bytes."""
 
+import re
 from typing import Any
 
 import pytest
@@ -9,10 +10,13 @@ import torch
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 
-from gpu_bench import assert_same, check, emulated, nasty
+from gpu_bench import assert_same, check, emulated, nasty, poisoned
 
 import blockscale as bs
+from blockscale import emulator as em
+from blockscale import reference
 from blockscale.formats import formats
+from blockscale.hadamard import transformed
 from blockscale.kernels.quantizers import calls as quantizers
 from blockscale.kernels.quantizers.calls import Request
 from stand_in import chip
@@ -82,6 +86,16 @@ def test_all_of_a_fraction_counts(format):
         check(x, format, arch, BOTH, seed=SEED, **_global(format, 1.0))
 
 
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(("format", "axes"), [("nvfp4", ROWS), ("nvfp4", BOTH), ("mxfp8", BOTH)])
+def test_stochastic_small(format, axes, arch):
+    """Tensors that do not fill a GPU, whose tiles take more warps, or have few rows."""
+    for rows in (7, 130):
+        x = nasty(rows, 272, BF16)
+        given = {"seed": SEED, "layout": "tcgen05", "multiprocessors": 132}
+        check(x, format, arch, axes, **given, **_global(format))
+
+
 def test_a_step_is_read_when_the_kernel_runs():
     """From the device: another one is no other kernel, and a tensor rounds as its number."""
     x, step = nasty(64, 64, BF16), torch.tensor(3)
@@ -110,9 +124,158 @@ def test_refusals(given, message):
     assert message in quantizers.unsupported(torch.zeros(64, 512), asked, chip("sm_90a"))
 
 
+# --- Hadamard -------------------------------------------------------------------------------------
+
+HADAMARD: list[tuple[str, tuple[int, ...], str, torch.dtype, int, dict[str, Any]]] = [
+    ("nvfp4", ROWS, "tcgen05", BF16, 16, {}),
+    ("nvfp4", COLUMNS, "tcgen05", BF16, 16, {"nonfinite": "te"}),
+    ("nvfp4", BOTH, "compact", BF16, 16, {"seed": SEED}),
+    ("nvfp4", BOTH, "compact", FP32, 32, {"nonfinite": "te"}),
+    ("nvfp4", ROWS, "compact", FP16, 2, {}),
+    ("mxfp4", BOTH, "packed", FP16, 8, {}),
+    ("mxfp4", COLUMNS, "compact", BF16, 32, {"seed": SEED}),
+    ("mxfp8", ROWS, "compact", FP32, 64, {"nonfinite": "te", "seed": SEED}),
+    ("mxfp8_e5m2", ROWS, "tcgen05", BF16, 4, {}),
+    ("fp8_1x128", ROWS, "sm90", BF16, 128, {}),
+]
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(("format", "axes", "layout", "dtype", "size", "given"), HADAMARD)
+def test_hadamard(format, axes, layout, dtype, size, given, arch):
+    x, h = nasty(160, 128 if size > 32 else 96, dtype), bs.Hadamard.random(size, size)
+    check(x, format, arch, axes, layout=layout, hadamard=h, **given, **_global(format))
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (144, 272), (3, 32, 48)])
+@pytest.mark.parametrize("axes", [ROWS, COLUMNS])
+def test_hadamard_shapes(shape, axes):
+    x = nasty(torch.Size(shape).numel() // shape[-1], shape[-1], BF16).view(shape)
+    check(x, "nvfp4", "sm_100a", axes, hadamard=bs.Hadamard(16, 0xA1C3), **_global("nvfp4"))
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(("axis", "size"), [(-1, 16), (-1, 128), (-2, 16), (-2, 32), (-2, 4)])
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_hadamard_of_the_global_scale(axis, size, dtype, arch):
+    """That of the transformed tensor, wherever its largest number is."""
+    h = bs.Hadamard.random(1, size)
+    for i, rows in enumerate((32, 160)):
+        x = nasty(rows, 256, dtype, seed=i)
+        # in the last block alone: a sum of large numbers, which no other sum comes near
+        x[-32:, -128:] = torch.finfo(dtype).max / 256
+        device = em.Device(arch, completion="random", check="all,exit_stores")
+        with em.cutedsl(device), poisoned():
+            got = quantizers.global_scale(
+                x, formats["nvfp4"], axis=axis, hadamard=h, gpu=chip(arch, 0)
+            )
+        want = reference.global_scale(transformed(x, h, axis), formats["nvfp4"])
+        assert_same(got.view(1), want.view(1), "global scale")
+
+
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_hadamard_in_one_call(axis):
+    """``bs.quantize`` runs kernels only, of which no one reads a transformed tensor."""
+    x, h = nasty(64, 128, BF16), bs.Hadamard.random(3)
+    with on_a_gpu("sm_90a", quantizes=True) as launched:
+        q = bs.quantize(x, "nvfp4", axis, hadamard=h, seed=SEED, backend="kernel")
+    assert [config.hadamard for config in launched] == [16, 16]
+    assert all(config.dtype.itemsize == 2 for config in launched)
+    want = bs.quantize(x, "nvfp4", axis, hadamard=h, seed=SEED, backend="reference")
+    assert_same(q.qdata, want.qdata, "data")
+    assert_same(q.qscale, want.qscale, "scales")
+    assert torch.equal(q.global_scale, want.global_scale)
+
+
+def test_hadamard_by_torch():
+    """Where no kernel transforms one quantizes what torch transforms, and it is said."""
+    x, h = nasty(64, 128, BF16), bs.Hadamard.random(3)
+    with on_a_gpu("sm_90a", quantizes=True) as launched:
+        with pytest.warns(bs.FallbackWarning, match="hadamard with axis=-2: .*8-bit elements"):
+            q = bs.quantize(x, "mxfp8", -2, hadamard=h)
+        with pytest.raises(ValueError, match=r"hadamard with axis=-2: .*8-bit elements"):
+            bs.quantize(x, "mxfp8", -2, hadamard=h, backend="kernel")
+    assert [config.hadamard for config in launched] == [0]
+    assert_same(q.qdata, bs.quantize(x, "mxfp8", -2, hadamard=h).qdata, "data")
+
+
+@pytest.mark.parametrize(
+    ("format", "axes", "size", "given", "message"),
+    [
+        ("mxfp8", ROWS, 16, {"grouped": True}, "hadamard: no kernel takes it with offsets"),
+        ("mxfp8", ROWS, 16, {"gather": True}, "hadamard: no kernel takes it with gather"),
+        ("mxfp8", COLUMNS, 16, {}, "hadamard with axis=-2: .* 8-bit"),
+        ("nvfp4", COLUMNS, 64, {}, "hadamard with axis=-2: size 64"),
+        ("fp8_128x128", ROWS, 16, {}, "hadamard: .*fp8_128x128"),
+        ("nvfp4", ROWS, 128, {}, "hadamard: dimension -1 is 96, no multiple of 128"),
+    ],
+)
+def test_hadamard_refusals(format, axes, size, given, message):
+    asked = Request(format, axes, ("compact",), hadamard=size, **given)
+    assert re.match(message, quantizers.unsupported(torch.zeros(64, 96), asked, chip("sm_90a")))
+
+
+# --- squares --------------------------------------------------------------------------------------
+
+SQUARE: list[tuple[str, tuple[int, ...], str, torch.dtype, dict[str, Any]]] = [
+    ("nvfp4", ROWS, "tcgen05", BF16, {}),
+    ("nvfp4", COLUMNS, "tcgen05", BF16, {}),
+    ("nvfp4", BOTH, "tcgen05", FP32, {"nonfinite": "te"}),
+    ("nvfp4", BOTH, "compact", BF16, {"seed": SEED}),
+    ("mxfp4", BOTH, "packed", FP16, {}),
+    ("mxfp8", ROWS, "compact", BF16, {}),
+    ("mxfp8", COLUMNS, "packed", FP16, {}),
+    ("mxfp8", BOTH, "tcgen05", FP32, {"nonfinite": "te", "seed": SEED}),
+    ("mxfp8_e5m2", BOTH, "tcgen05", BF16, {"k_major": True}),
+    ("fp8_1x128", BOTH, "sm90", BF16, {}),
+    ("fp8_1x128", COLUMNS, "compact", FP32, {"nonfinite": "te", "k_major": True}),
+]
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(("format", "axes", "layout", "dtype", "given"), SQUARE)
+def test_square(format, axes, layout, dtype, given, arch):
+    """Squares hang over both edges: what is past them has no scale."""
+    x = nasty(150, 72, dtype)
+    check(x, format, arch, axes, layout=layout, square=True, **given, **_global(format))
+
+
+@pytest.mark.parametrize("shape", [(1, 16), (129, 272), (33, 37), (3, 40, 72)])
+@pytest.mark.parametrize(("format", "arch"), [("nvfp4", "sm_100a"), ("mxfp8", "sm_90a")])
+def test_square_shapes(shape, format, arch):
+    x = nasty(torch.Size(shape).numel() // shape[-1], shape[-1], BF16).view(shape)
+    check(x, format, arch, BOTH, square=True, completion="random", **_global(format))
+
+
+def test_square_in_one_call():
+    """Both axes from one read, with the same elements."""
+    x = nasty(64, 128, BF16)
+    with on_a_gpu("sm_90a", quantizes=True) as launched:
+        both = bs.quantize_both(x, "nvfp4", square=True, backend="kernel")
+    assert [(config.axes, config.square) for config in launched] == [((), False), (BOTH, True)]
+    wanted = bs.quantize_both(x, "nvfp4", square=True, backend="reference")
+    for got, want in zip(both, wanted, strict=True):
+        assert_same(got.qdata, want.qdata, "data")
+        assert_same(got.qscale, want.qscale, "scales")
+
+
+@pytest.mark.parametrize(
+    ("format", "given", "message"),
+    [
+        ("mxfp8", {"grouped": True}, "square: no kernel takes it with offsets"),
+        ("mxfp8", {"gather": True}, "square: no kernel takes it with gather"),
+        ("mxfp8", {"hadamard": 16}, "square: no kernel takes it with hadamard"),
+        ("fp8_128x128", {}, "square: blocks of fp8_128x128 are squares"),
+    ],
+)
+def test_square_refusals(format, given, message):
+    asked = Request(format, ROWS, ("compact",), square=True, **given)
+    assert message in quantizers.unsupported(torch.zeros(64, 96), asked, chip("sm_90a"))
+
+
 def test_same_bytes_again():
     x = nasty(128, 128, BF16)
-    given = {"completion": "random", "seed": SEED, "nonfinite": "te"}
+    given = {"completion": "random", "seed": SEED, "hadamard": bs.Hadamard.random(1)}
     first, second = (emulated(x, "mxfp4", "sm_90a", BOTH, **given)[0] for _ in range(2))
     for a, b in zip(first, second, strict=True):
         assert_same(a[0], b[0], "data")

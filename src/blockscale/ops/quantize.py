@@ -73,8 +73,10 @@ def quantize(
             return _by_kernel(x, asked, global_scale, offsets, further, gather)[0]
         except Unsupported as why:
             fall_back("quantize", x, backend, str(why))
-    if further.hadamard is not None:
+    if further.hadamard is not None:  # a kernel may quantize what torch transforms
         x = transformed(x, further.hadamard, axis).contiguous()
+        given = x, format, axis, scale_rounding, nonfinite, layout, global_scale, offsets, seed
+        return quantize(*given, backend, k_major, gather, square, step)
     x, fmt = x if gather is None else x[gather], get_format(format)
     data, scale = reference.quantize(
         x,
@@ -154,16 +156,19 @@ def global_scale(
     if scaling != "amax":
         return global_scale(x, format, backend, axis, hadamard) * _ROOM
     fmt = get_format(format)
-    if hadamard is not None:
-        x = transformed(x, Hadamard.of_op(hadamard), axis).contiguous()
+    transform = None if hadamard is None else Hadamard.of_op(hadamard)
     if backend != "reference":
         try:
             if gpu_of(x.device) is not None:
-                return quantizers.global_scale(x, fmt)
+                return quantizers.global_scale(x, fmt, axis=axis, hadamard=transform)
             require_cpu_kernels()
-            return cpu.global_scale(x, fmt)
+            return cpu.global_scale(
+                x if transform is None else transformed(x, transform, axis), fmt
+            )
         except Unsupported as why:
             fall_back("global_scale", x, backend, str(why))
+    if transform is not None:  # a kernel may look at what torch transforms
+        return global_scale(transformed(x, transform, axis).contiguous(), format, backend)
     return reference.global_scale(x, fmt)
 
 

@@ -14,7 +14,7 @@ from cutlass.cute.arch import inline_ptx
 
 from .ptx import permute
 
-__all__ = ["e2m1_of_eight"]
+__all__ = ["e2m1_of_eight", "with_signs"]
 
 _ZERO = 0x4AFFFFFC  # what ``_steps`` gives for 0: four less than the bits of 2^23
 
@@ -27,6 +27,12 @@ def e2m1_of_eight(values: list, signed: list):
     word = Uint32(0)
     for i, value in enumerate(values):
         word = word + ((_steps(value) - _ZERO) << (4 * i))
+    return with_signs(word, signed)
+
+
+def with_signs(word, signed: list):
+    """Eight codes of magnitudes, with the signs of ``signed``: a word for each, or for two of 16
+    bits."""
     even, odd = _top_bytes(signed)
     code = (
         "{ .reg .b32 e, w; shr.b32 e, {$r1}, 4; lop3.b32 w, e, 0x08080808, {$r0}, 0xea;"

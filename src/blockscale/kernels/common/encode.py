@@ -227,7 +227,8 @@ class Encoder:
         size, count = self.per_code_word, len(scaled) // self.per_code_word
         if noise is not None:
             starts = range(0, len(scaled), size)
-            return [self._stochastic(scaled[i:][:size], amax[i], noise[i:][:size]) for i in starts]
+            given = scaled, amax, noise
+            return [self._stochastic(*(each[i : i + size] for each in given)) for i in starts]
         signed = len(words) // count
         return [
             self._pack(scaled[i * size :][:size], amax[i * size], words[i * signed :][:signed])
@@ -260,15 +261,25 @@ class Encoder:
             word = e2m1_of_eight(values, signed)
         return self._of_block(word, amax)
 
-    def _stochastic(self, values: list, amax, noise):
+    def _stochastic(self, values: list, amax: list, noise: list):
         """A word of codes, rounded stochastically."""
-        word = stochastic_codes(values, noise, self.spec)
-        return self._of_block(word, amax) if self.element == "e2m1" else word
+        spec = self.spec
+        if self.element == "e2m1" or all(each is amax[0] for each in amax):  # of one block
+            word = stochastic_codes(values, noise, spec, nans=not spec.propagate)
+            return self._of_block(word, amax[0])
+        if spec.propagate:  # products have NaNs of any sign
+            inf, nan = Uint32(FP32_INF), Uint32(FP32_NAN)
+            pairs = zip(values, amax, strict=True)
+            bits = [_select(each >= inf, nan, value.bitcast(Uint32)) for value, each in pairs]
+            values = [each.bitcast(Float32) for each in bits]
+        return stochastic_codes(values, noise, spec, nans=True)
 
     def _of_block(self, word, amax):
-        """A word of E2M1 codes; zero in a block whose scale alone can say that it is NaN."""
+        """A word of codes of a block; where that is NaN those of NaN, or zero if only the scale can
+        say so."""
         if self.spec.propagate:
-            word = _select(amax >= Uint32(FP32_INF), Uint32(0), word)
+            nans = sum(self.spec.block_nan_code << i for i in range(0, 32, self.spec.bits))
+            word = _select(amax >= Uint32(FP32_INF), Uint32(nans), word)
         return word
 
 

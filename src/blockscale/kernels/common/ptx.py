@@ -28,6 +28,7 @@ __all__ = [
     "load_shared",
     "load_words",
     "magnitude_at_most",
+    "max_shared",
     "max_u16x2",
     "maximum",
     "multiply",
@@ -39,6 +40,7 @@ __all__ = [
     "square_root",
     "store_global",
     "store_shared",
+    "subtract",
     "wait_async",
 ]
 
@@ -140,6 +142,11 @@ def max_u16x2(a, b):
     return _one("max.u16x2 {$w0}, {$r0}, {$r1};", Uint32, a, b)
 
 
+def max_shared(address, word) -> None:
+    """Replace a word of shared memory by the larger one, in one step."""
+    inline_ptx("red.shared.max.u32 [{$r0}], {$r1};", read_only_args=[address, word])
+
+
 def absmax_pairs(a, b, kind: str):
     """The larger magnitudes of two pairs of ``kind`` ("f16" or "bf16"), their signs anything; NaN
     where one is."""
@@ -189,6 +196,10 @@ def e4m3_value(code):
 
 def add(a, b):
     return _one("add.rn.f32 {$w0}, {$r0}, {$r1};", Float32, a, b)
+
+
+def subtract(a, b):
+    return _one("sub.rn.f32 {$w0}, {$r0}, {$r1};", Float32, a, b)
 
 
 def multiply(a, b):

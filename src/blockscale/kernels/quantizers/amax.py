@@ -9,13 +9,13 @@ from cutlass import Float32, Uint32, cute, range_constexpr
 from ...formats import E4M3, get_format
 from ...rounding import _MIN_GLOBAL, FP32_ONE
 from ..common import ptx
-from ..common.encode import Encoder
 from ..common.pdl import pdl_wait
 from ..common.tensor_specs import any_tensor, compile_for
-from .config import PRODUCERS, Config
+from .config import BAND, PANEL, PRODUCERS, Config
 from .groups import TileRows
-from .kernel import fake_sources
+from .kernel import encoder_of, fake_sources
 from .tile import ELEMENTS, STRIP_LANES, Loaded, Loading, Tiles, lane_order, load_words
+from .transform import Transform
 
 __all__ = ["Amax", "compile_config"]
 
@@ -29,19 +29,19 @@ class Amax:
         self.config = config
         self.format = get_format(config.format)
         self.tiles = Tiles(config)
-        self.encoder = Encoder.of(config)
+        self.encoder = encoder_of(config)
 
     @cute.jit
-    def __call__(self, sources, partials, scale, weights, stream):
+    def __call__(self, sources, partials, scale, weights, signs, stream):
         """Launch. ``sources`` (M, K) each; ``partials`` int32, one for each tile; ``scale`` ()
-        fp32, the result; ``weights`` (M,) fp32, or None.
+        fp32, the result; ``weights`` (M,) fp32, or None; ``signs`` of a transform, or None.
         """
         config = self.config
         atoms, views = self.tiles.descriptors(sources)
         rows, columns = sources[0].shape
         down = cute.ceil_div(rows, config.tile_rows)
         across = cute.ceil_div(columns, config.tile_columns)
-        self.find(atoms, views, sources, partials, weights).launch(
+        self.find(atoms, views, sources, partials, weights, signs).launch(
             grid=(down * across, 1, 1), block=(config.threads, 1, 1), stream=stream, use_pdl=True
         )
         self.combine(partials, scale).launch(
@@ -49,7 +49,7 @@ class Amax:
         )
 
     @cute.kernel
-    def find(self, atoms, views, sources, partials, weights):
+    def find(self, atoms, views, sources, partials, weights, signs):
         config = self.config
         pdl_wait()
         thread, block = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
@@ -64,12 +64,8 @@ class Amax:
         self.tiles.wait(barrier)
         self.tiles.produce(loaded)
         states = []
-        order = lane_order(config, thread % STRIP_LANES)
         for part in self.tiles.parts(sources, tiles, column):
-            step = config.threads * ELEMENTS
-            for i in range_constexpr(config.loaded_rows * config.tile_columns // step):
-                offset = (i * config.threads + thread) * ELEMENTS * config.dtype.itemsize
-                words = load_words(part.address + offset, config.dtype.itemsize, order)
+            for words in self.words(part.address, thread, signs):
                 state = self.encoder.finite(words[0])
                 for word in words[1:]:
                     state = self.encoder.merge(state, self.encoder.finite(word))
@@ -77,6 +73,38 @@ class Amax:
         amax = _block_maximum(cutlass.max(*states), found, config.warps)
         if thread == 0:
             ptx.store_global(partials.iterator.toint() + cutlass.Int64(block) * 4, [amax], 4)
+
+    def words(self, address, thread, signs):
+        """What a lane takes of a tile, some words at a time, transformed if that is asked for."""
+        config, itemsize = self.config, self.config.dtype.itemsize
+        transform = None
+        if config.hadamard:
+            transform = Transform.of(config.hadamard, config.dtype, signs)
+        if transform is not None and config.along == -2:
+            yield from self.columns(address, thread, transform)
+            return
+        order = lane_order(config, thread % STRIP_LANES)
+        step = config.threads * ELEMENTS
+        for i in range(config.loaded_rows * config.tile_columns // step):
+            offset = (i * config.threads + thread) * ELEMENTS * itemsize
+            words = load_words(address + offset, itemsize, order)
+            yield words if transform is None else transform.of_row(words)
+
+    def columns(self, address, thread, transform):
+        """Words of two columns of a lane, of half of a panel of a band."""
+        config, itemsize = self.config, self.config.dtype.itemsize
+        bands, size = config.loaded_rows // BAND, config.hadamard
+        for i in range(bands * config.panels * 2 // config.warps):
+            unit = i * config.warps + thread // 32
+            half, band = unit // bands, unit % bands
+            row = half // 2 * config.loaded_rows + band * BAND
+            start = (row * PANEL + half % 2 * (PANEL // 2) + thread % 32 * 2) * itemsize
+            for first in range(0, BAND, size):
+                rows = [
+                    ptx.load_shared(address + start + (first + j) * PANEL * itemsize, 2 * itemsize)
+                    for j in range(size)
+                ]
+                yield [word for row in transform.of_columns(rows) for word in row]
 
     @cute.kernel
     def combine(self, partials, scale):
@@ -120,4 +148,5 @@ def compile_config(config: Config):
         any_tensor(cutlass.Int32, 1, 4),
         any_tensor(Float32, 0, 4),
         any_tensor(Float32, 1, 4) if PRODUCERS[config.producer].weighted else None,
+        (cutlass.Int64(0),) * 2 if config.hadamard else None,
     )

@@ -14,9 +14,13 @@ class Applied:
 
     Attributes:
         noise: random bits of elements.
+        transform: of blocks of elements, before they are quantized.
+        squares: whose maxima blocks take for their own.
     """
 
     noise: Any = None
+    transform: Any = None
+    squares: Any = None
 
 
 NOTHING = Applied()

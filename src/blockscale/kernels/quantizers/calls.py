@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ...formats import Format
+from ...hadamard import Hadamard
 from ..common.gpu import Gpu
 from ..common.runtime import describe, gpu_of
 from .config import PRODUCERS, Request
@@ -102,13 +103,19 @@ def global_scale(
     *,
     producer: str = "load",
     others: tuple[Tensor, ...] = (),
+    axis: int = -1,
+    hadamard: Hadamard | None = None,
     gpu: Gpu | None = None,
 ) -> Tensor:
-    """``reference.global_scale`` of ``x``, or of what ``producer`` makes of it: an fp32 scalar."""
-    asked = Request(format.name, producer=producer)
+    """``reference.global_scale`` of ``x``, of what ``producer`` makes of it, or of what
+    ``hadamard`` does along ``axis``: an fp32 scalar."""
+    size = 0 if hadamard is None else hadamard.size
+    # without a transform there is one plan for both axes
+    asked = Request(format.name, (axis,) if size else (-1,), producer=producer, hadamard=size)
     inputs, weights = _divided(x, others, producer)
     plan = plan_amax(tuple(map(describe, inputs)), x.device, gpu or gpu_of(x.device), asked)
-    return plan.global_scale(inputs, weights[0])
+    further = PLAIN if hadamard is None else Further(None, hadamard)
+    return plan.global_scale(inputs, weights[0], further)
 
 
 def _divided(

@@ -54,7 +54,8 @@ class Columns:
         self.config, self.encoder, self.place = config, encoder, place
         self.also, self.pieces = also, pieces
         self.square = block[0] > 1
-        self.tall = self.square or block[1] > BAND
+        self.tall = self.square or (block[1] > BAND and not config.square)
+        self.block_size = block[1]
         self.bands = config.loaded_rows // config.band
         whole = self.bands * config.panels % config.warps == 0
         self.lanes = STRIP_LANES if whole else STRIP_LANES // 2  # side by side
@@ -92,7 +93,9 @@ class Columns:
             column = panel * PANEL + column
 
             states = [None] * len(parts)
-            for j in range_constexpr(self.depth):
+            alone = rows.applied.squares is not None  # and not the rows' maxima
+            walked = 0 if const_expr(alone and self.also is None) else self.depth
+            for j in range_constexpr(walked):
                 start = first + j * row_bytes
                 found = tiles.fetch(loaded, start, order, keep=True, made=made)
                 for k in range_constexpr(len(parts)):
@@ -101,10 +104,12 @@ class Columns:
                         self.also.strip(
                             parts[k], found[k], where, targets[k].rows, rows, None, None, order
                         )
-                    words = [encoder.state(word) for word in found[k]]
-                    if const_expr(j > 0):
-                        words = [encoder.merge(s, w) for s, w in zip(states[k], words, strict=True)]
-                    states[k] = words
+                    if const_expr(not alone):
+                        words = [encoder.state(word) for word in found[k]]
+                        if const_expr(j > 0):
+                            pairs = zip(states[k], words, strict=True)
+                            words = [encoder.merge(*pair) for pair in pairs]
+                        states[k] = words
             for k in range_constexpr(len(parts)):
                 where = (row, column), group, band, first
                 self.finish(
@@ -125,11 +130,17 @@ class Columns:
         lanes, groups, itemsize = self.lanes, 32 // self.lanes, config.dtype.itemsize
         stop = data.shape[1] if const_expr(part.stop is None) else part.stop
         row_stop = data.shape[0] if const_expr(not config.grouped) else rows.stop
-        for j in range_constexpr(groups.bit_length() - 1):
-            distance = lanes << j
-            states = [encoder.merge(s, cute.arch.shuffle_sync_bfly(s, distance)) for s in states]
-        amaxes = [amax for state in states for amax in encoder.amaxes(state)]
-        if const_expr(self.tall):
+        squares = rows.applied.squares
+        if const_expr(squares is None):
+            for j in range_constexpr(groups.bit_length() - 1):
+                distance = lanes << j
+                states = [
+                    encoder.merge(s, cute.arch.shuffle_sync_bfly(s, distance)) for s in states
+                ]
+            amaxes = [amax for state in states for amax in encoder.amaxes(state)]
+        if const_expr(squares is not None):
+            amaxes, reciprocals = self.of_squares(part, where, staged, squares, width)
+        elif const_expr(self.tall):
             mine = maxima + column % PANEL * 4
             for j in range_constexpr(ELEMENTS):
                 if group == j // (ELEMENTS // groups):
@@ -166,6 +177,23 @@ class Columns:
                 self.store(elements, data, where, (row_stop, stop))
         if const_expr(self.tall):  # ``maxima`` may be used again
             cute.arch.sync_threads()
+
+    @cute.jit
+    def of_squares(self, part, where, staged, squares, width):
+        """Maximum and reciprocal of a lane's square, for each of 16 columns, whose scales the first
+        of a square's bands puts down."""
+        (row, column), group, band, _ = where
+        place, size, groups = self.place, self.block_size, 32 // self.lanes
+        amax = squares.amax(row, column)
+        code, reciprocal = self.encoder.scale(amax)
+        for j in range_constexpr(ELEMENTS):
+            first = group == j // (ELEMENTS // groups) and band * self.config.band % size == 0
+            if first:
+                within = part.column + column + j < width  # else it is padding, and zero
+                target = staged + place.place(column + j, row // size)
+                mine = Uint32(select_(within, code, Uint32(0)))
+                ptx.store_shared(target, [mine], place.itemsize)
+        return [amax] * ELEMENTS, [reciprocal] * ELEMENTS
 
     @cute.jit
     def tall_scales(self, staged, maxima, start, columns):

@@ -17,6 +17,7 @@ from ..common.spec import Spec, specify
 __all__ = [
     "BAND",
     "DOT",
+    "MOST_ROWS",
     "PANEL",
     "PRODUCERS",
     "AmaxConfig",
@@ -29,6 +30,7 @@ __all__ = [
 
 PANEL = 128  # columns of a tile that lie together in shared memory, and of a strip of eight lanes
 DOT = 64  # columns of a row whose products make one partial sum
+MOST_ROWS = 32  # of a block that is transformed along columns
 BAND = 32  # rows that a warp takes at once along columns, at most
 _TILE = 128 * 128  # elements that a CTA takes
 _FEW_ROWS = 16
@@ -131,7 +133,7 @@ class Config:
             gathered; else by plain loads, an element at a time.
         column_store: bytes of a store of column-wise data: 16 or 1, of 4-bit data 16 or 8.
         scale_stores: bytes of a store of scales, for each of ``axes``.
-        stochastic, fours: of the request.
+        stochastic, fours, hadamard, square: of the request.
     """
 
     arch: str
@@ -156,6 +158,8 @@ class Config:
     scale_stores: tuple[int, ...]
     stochastic: bool = False
     fours: bool = True
+    hadamard: int = 0
+    square: bool = False
 
     @property
     def spec(self) -> Spec:
@@ -203,7 +207,13 @@ class Config:
 
 @dataclass(frozen=True, slots=True)
 class AmaxConfig(Config):
-    """The kernel that finds the largest magnitude only: ``axes`` is empty."""
+    """The kernel that finds the largest magnitude only: ``axes`` is empty.
+
+    Attributes:
+        along: -1 or -2, the axis of a transform before.
+    """
+
+    along: int = -1
 
 
 def why_not(request: Request, arch: str) -> str:
@@ -218,6 +228,20 @@ def why_not(request: Request, arch: str) -> str:
             return f"layout {layout}: does not hold scales of {format.name}"
         if format.block[0] > 1 and layout != "compact":
             return f"format {format.name}: its kernels write compact scales"
+    if request.square and format.block[0] > 1:
+        return f"square: blocks of {format.name} are squares; leave it out"
+    return _why_not_transform(request) if request.hadamard else ""
+
+
+def _why_not_transform(request: Request) -> str:
+    """Lanes must have what is transformed: 16 elements of a row, or 32 rows of 4-bit columns."""
+    size, format = request.hadamard, request.fmt
+    if format.block[0] > 1:
+        return f"hadamard: no kernel transforms before it has blocks of {format.name}"
+    if -2 in request.axes and format.element.bits == 8:
+        return "hadamard with axis=-2: no kernel transforms columns of 8-bit elements"
+    if -2 in request.axes and size > MOST_ROWS:
+        return f"hadamard with axis=-2: size {size}; kernels have sizes up to {MOST_ROWS} there"
     return ""
 
 
@@ -238,7 +262,7 @@ def choose_config(
     format, axes, layouts = request.fmt, request.axes, request.layouts
     plain = (
         request.producer == "load" and not batch and not request.grouped and format.block[0] == 1
-    )
+    ) and not (request.hadamard or request.square)
     few = plain and -2 not in axes and shape[0] <= _FEW_ROWS
     rows, columns = (GROUP_TILE, PANEL) if few else _tile(shape, request, gpu.arch)
     eight, resident = _occupancy(request, gpu.arch)
@@ -272,6 +296,8 @@ def choose_config(
         ),
         stochastic=request.stochastic,
         fours=request.fours,
+        hadamard=request.hadamard,
+        square=request.square,
     )
 
 
@@ -325,6 +351,7 @@ def _tile(shape: tuple[int, int], request: Request, arch: str) -> tuple[int, int
     """
     format, axes = request.fmt, request.axes
     tall = format.block[0] > 1 or request.turned or (-2 in axes and format.block_size > 32)
+    tall = tall or request.square
     if set(request.layouts) != {"compact"} or -1 not in axes or tall or request.grouped:
         return 128, PANEL
     fill = _SECTOR // format.scale.nbytes * format.block_size  # columns whose scales fill a sector

@@ -31,13 +31,16 @@ class Further(NamedTuple):
         return self.numbers is None or not any(n % 4 for n in self.numbers[2:])
 
     def arguments(self, device: torch.device) -> tuple[Any, ...] | None:
-        """Of a kernel."""
-        if self.numbers is None:
-            return None
-        value, step, *places = self.numbers
-        if not isinstance(step, Tensor):
-            step = torch.full((), step, dtype=torch.int64, device=device)
-        return step, value, *places
+        """Of a kernel: step, value, first, row and matrix, then low and high signs."""
+        found: list[Any] = []
+        if self.numbers is not None:
+            value, step, *places = self.numbers
+            if not isinstance(step, Tensor):
+                step = torch.full((), step, dtype=torch.int64, device=device)
+            found += [step, value, *places]
+        if self.hadamard is not None:
+            found += self.hadamard.for_op()[1:]
+        return tuple(found) or None
 
 
 #: Nothing of it.

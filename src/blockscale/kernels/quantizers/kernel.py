@@ -8,16 +8,19 @@ and after a barrier all threads copy them out.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute, range_constexpr
 
+from ...dtypes import FLOAT32
 from ...formats import GROUP_TILE, get_format, padded_groups
 from ..common import ptx
 from ..common.encode import Encoder
 from ..common.pdl import pdl_wait
 from ..common.shared import allocate, clear
 from ..common.tensor_specs import any_outputs, any_source, any_tensor, compile_for
-from .applied import NOTHING, Applied
+from .applied import Applied
 from .columns import Columns, Target
 from .config import PRODUCERS, Config
 from .groups import TileRows, find_rows, scale_rows, tile_count
@@ -26,9 +29,11 @@ from .packed import PackedColumns
 from .pieces import Pieces
 from .rows import Rows
 from .scales import staging
+from .squares import Squares
 from .tile import Loaded, Loading, Tiles
+from .transform import Transform
 
-__all__ = ["Quantizer", "compile_config", "fake_sources"]
+__all__ = ["Quantizer", "compile_config", "encoder_of", "fake_sources"]
 
 _DEEP = 1 << 15  # tiles down the rows in one layer of the grid
 
@@ -40,7 +45,7 @@ class Quantizer:
         self.config = config
         self.format = get_format(config.format)
         self.tiles = Tiles(config)
-        self.encoder = Encoder.of(config)
+        self.encoder = encoder_of(config)
         rows, columns, size = config.tile_rows, config.tile_columns, self.format.block_size
         high = self.format.block[0]  # across the contraction
         extent = {-1: (rows // high, columns // size), -2: (columns // high, rows // size)}
@@ -68,8 +73,7 @@ class Quantizer:
         along rows, then along columns, data there (columns, bytes) if turned; None for an axis that
         is not asked for. Or None, too: ``global_scale`` () fp32, ``offsets`` (groups,) int32, and
         ``of_rows``: (rows,) int32 to gather, weights (M,) fp32, and for their gradients partial
-        sums (columns / 64, M) fp32; and ``applied``: what ``applied.Further`` has, see
-        ``_any_applied``.
+        sums (columns / 64, M) fp32; and ``applied``: what ``further.Further`` has.
         """
         config = self.config
         atoms, views = self.tiles.descriptors(sources)
@@ -131,6 +135,9 @@ class Quantizer:
             maxima = along.allocate(memory)
         if const_expr(self.encoder.has_table):
             table = allocate(memory, 128 * 4)
+        if const_expr(config.square):
+            squares = Squares.of(config, self.encoder, self.format.block_size, memory)
+            rows = replace(rows, applied=replace(rows.applied, squares=squares))
         if const_expr(config.unused_shared):
             memory.allocate_array(cutlass.Uint8, config.unused_shared)
         if const_expr(config.loaded_rows < config.tile_rows or config.spread):
@@ -156,9 +163,12 @@ class Quantizer:
 
     def apply(self, given, matrix) -> Applied:
         """What is applied to the elements of a matrix."""
-        if not self.config.stochastic:
-            return NOTHING
-        return Applied(Noise.of(given, matrix, self.config.fours))
+        config, given = self.config, list(given or ())
+        noise = Noise.of(given[:5], matrix, config.fours) if config.stochastic else None
+        transform = None
+        if config.hadamard:
+            transform = Transform.of(config.hadamard, config.dtype, given[-2:])
+        return Applied(noise, transform)
 
     @cute.jit
     def quantize(self, loading, loaded, parts, outputs, maxima, table, global_scale):
@@ -175,6 +185,8 @@ class Quantizer:
         self.tiles.wait(loading.barrier)
         if const_expr(config.grouped):  # what was not loaded, and what is another expert's
             self.tiles.clear(loaded.tiles, rows.stop - rows.start)
+        if const_expr(rows.applied.squares is not None):
+            rows.applied.squares.find(parts[0].address)
         made = self.packed is not None
         if const_expr(made):
             self.tiles.produce(loaded)
@@ -241,6 +253,12 @@ class Quantizer:
                     ptx.store_global(target, zero, place.vector)
 
 
+def encoder_of(config: Config) -> Encoder:
+    """What is transformed is fp32 then."""
+    encoder = Encoder.of(config)
+    return replace(encoder, dtype=FLOAT32) if config.hadamard else encoder
+
+
 def fake_sources(config: Config) -> tuple:
     """Sources of any shape, as the compiler needs them."""
     count = PRODUCERS[config.producer].sources
@@ -263,10 +281,10 @@ def _of_rows(config: Config, given: tuple | None) -> list:
 
 
 def _any_applied(config: Config) -> tuple | None:
-    """The numbers of random bits (:meth:`Noise.of`), or None."""
-    if not config.stochastic:
-        return None
-    return any_tensor(Int64, 0, 8), *[Int64(0)] * 4
+    """What ``further.Further`` gives a kernel, or None."""
+    numbers = [any_tensor(Int64, 0, 8), *[Int64(0)] * 4] if config.stochastic else []
+    signs = [Int64(0)] * 2 if config.hadamard else []
+    return tuple(numbers + signs) or None
 
 
 def compile_config(config: Config):

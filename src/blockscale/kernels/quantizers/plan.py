@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -15,7 +15,7 @@ from ...dtypes import from_torch
 from ...layouts import get_layout
 from ..common.gpu import Gpu, Unsupported
 from ..common.runtime import FLOATS, Described, gpu_of, missing
-from .config import PANEL, PRODUCERS, Config, Request, choose_config, why_not
+from .config import PANEL, PRODUCERS, AmaxConfig, Config, Request, choose_config, why_not
 from .further import PLAIN, Further
 from .outputs import Output, choose_output
 
@@ -62,15 +62,21 @@ class QuantizePlan:
         # kernels read vectors
         offsets = offsets.contiguous() if self.grouped and offsets is not None else None
         of_rows = tuple([x for x in (gather, *weights) if x is not None]) or None
-        applied = further.arguments(inputs[0].device)
+        applied = None if further is PLAIN else further.arguments(inputs[0].device)
         self.run(self.sources(*inputs), tuple(written), global_scale, offsets, of_rows, applied)
         return written
 
-    def global_scale(self, inputs: tuple[Tensor, ...], weights: Tensor | None = None) -> Tensor:
+    def global_scale(
+        self,
+        inputs: tuple[Tensor, ...],
+        weights: Tensor | None = None,
+        further: Further = PLAIN,
+    ) -> Tensor:
         """An fp32 scalar."""
         partials = inputs[0].new_empty(self.tiles, dtype=torch.int32)
         scale = inputs[0].new_empty((), dtype=torch.float32)
-        self.run(self.sources(*inputs), partials, scale, weights)
+        applied = None if further is PLAIN else further.arguments(scale.device)
+        self.run(self.sources(*inputs), partials, scale, weights, applied)
         return scale
 
 
@@ -93,18 +99,14 @@ def _unsupported(
         return missing()
     if gpu is None:
         return f"x is on {device}: the kernels run on CUDA devices"
-    if request.square:
-        return "square: no kernel on a GPU has one scale for a square of elements"
     format, axes, layouts = request.fmt, request.axes, request.layouts
     compact = set(layouts) == {"compact"}
     matrix = request.producer != "load" or request.grouped or request.gather or not compact
-    if request.hadamard:
-        return "hadamard: no kernel on a GPU transforms"
     for argument, reason in _alone(request):
         return f"{argument}: no kernel takes it with {reason}; leave out one of them"
     if len(shape) > 2 and matrix:
         return f"x has shape {tuple(shape)}: the kernels take matrices, or compact scales of more"
-    if len(shape) < 2 and (matrix or -2 in axes):
+    if len(shape) < 2 and (matrix or -2 in axes or request.square):
         return f"x has shape {tuple(shape)}: blocks along columns need a matrix"
     if stride[-1] != 1 and shape[-1] > 1:
         return f"x has strides {stride}: not contiguous in the last dimension"
@@ -117,6 +119,9 @@ def _unsupported(
         return f"x has shape {tuple(shape)}: half of its columns are no multiple of {PANEL}"
     if request.grouped and -2 in axes and format.block[0] > 1:
         return f"format {format.name} along axis -2: groups would cut its blocks"
+    for axis in request.axes if request.hadamard else ():
+        if shape[axis] % request.hadamard:
+            return f"hadamard: dimension {axis} is {shape[axis]}, no multiple of {request.hadamard}"
     if dtype not in FLOATS:
         return f"dtype {dtype}: there are kernels for {', '.join(map(str, FLOATS))}"
     return why_not(request, gpu.arch)
@@ -124,13 +129,18 @@ def _unsupported(
 
 def _alone(request: Request) -> list[tuple[str, str]]:
     """Arguments that only kernels of one plain matrix or batch take, with what they are given."""
-    asked = {"seed": request.stochastic}
+    asked = {
+        "seed": request.stochastic,
+        "hadamard": request.hadamard > 0,
+        "square": request.square,
+    }
     given = {
         "offsets": request.grouped,
         "gather": request.gather,
         f"producer {request.producer}": request.producer != "load",
     }
-    return [(one, other) for one in asked if asked[one] for other in given if given[other]]
+    found = [(one, other) for one in asked if asked[one] for other in given if given[other]]
+    return found + [("square", "hadamard")] * (request.square and request.hadamard > 0)
 
 
 def as_matrix(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, int, int] | None:
@@ -148,8 +158,10 @@ def as_matrix(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, int, in
 
 def _is_batch(shape: Sequence[int], request: Request) -> bool:
     """Whether blocks must not reach from one matrix into the next, or matrices have numbers."""
-    cut = -2 in request.axes or request.stochastic or shape[-2] % request.fmt.block[0] > 0
-    return len(shape) > 2 and cut
+    if len(shape) < 3:
+        return False
+    alone = -2 in request.axes or request.stochastic or request.square
+    return alone or shape[-2] % request.fmt.block[0] > 0
 
 
 def _as_batch(
@@ -206,9 +218,14 @@ def plan_amax(
     inputs: tuple[Described, ...], device: torch.device, gpu: Gpu | None, request: Request
 ) -> QuantizePlan:
     """The plan of a call of ``global_scale``."""
-    shape = _check(inputs, device, gpu, request)
+    _check(inputs, device, gpu, request)
+    # a batch is one matrix here, whatever is transformed
+    shape = _check(inputs, device, gpu, request._replace(axes=(-1,), hadamard=0))
     assert gpu is not None  # else it is not supported
     config, views = _choose(inputs, request._replace(axes=(), layouts=()), gpu)
+    if request.hadamard:
+        assert isinstance(config, AmaxConfig)
+        config = replace(config, along=request.axes[0])
     rows, columns = math.prod(shape[:-1]), shape[-1] // PRODUCERS[request.producer].parts
     tiles = -(-rows // config.tile_rows) * -(-columns // config.tile_columns)
     return QuantizePlan(run=gpu.load(config), views=views, tiles=tiles)

@@ -39,6 +39,8 @@ class Rows:
             row, panel = strip % config.loaded_rows, strip // config.loaded_rows
             offset = (strip * PANEL + column) * config.dtype.itemsize
             found = tiles.fetch(loaded, offset, order, made=made)
+            if const_expr(rows.applied.transform is not None):
+                found = [rows.applied.transform.of_row(words) for words in found]
             for j in range_constexpr(len(parts)):
                 where = row, panel * PANEL + column
                 self.strip(parts[j], found[j], where, outputs[j], rows, encode_scale, table, order)
@@ -56,12 +58,16 @@ class Rows:
         stored = ELEMENTS * bits // 8
         pitch = data.shape[1]
         stop = pitch if const_expr(part.stop is None) else part.stop * bits // 8
-        state = encoder.states(words)
-        for j in range_constexpr(lanes.bit_length() - 1):
-            state = encoder.merge(state, cute.arch.shuffle_sync_bfly(state, 1 << j))
-        amax = encoder.amax(state)
+        squares = rows.applied.squares
+        if const_expr(squares is not None):
+            amax = squares.amax(row, column)
+        else:
+            state = encoder.states(words)
+            for j in range_constexpr(lanes.bit_length() - 1):
+                state = encoder.merge(state, cute.arch.shuffle_sync_bfly(state, 1 << j))
+            amax = encoder.amax(state)
         code, reciprocal = encoder.scale(amax, encode_scale, table)
-        if const_expr(place.pad > 1 or config.spread):  # padding is zero
+        if const_expr(place.pad > 1 or config.spread or squares is not None):  # padding is zero
             last = rows.scale_stop if const_expr(config.spread or not config.grouped) else rows.stop
             code = select_(rows.start + row < last, code, Uint32(0))
         if column // ELEMENTS % lanes == 0:

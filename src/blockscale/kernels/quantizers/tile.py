@@ -98,7 +98,7 @@ def lane_order(config: Config, lane):
     """
     itemsize = config.dtype.itemsize
     busy = config.producer != "load" or config.spec.bits < 8  # with instructions, not with banks
-    if itemsize == 2 and busy:
+    if (itemsize == 2 and busy) or config.hadamard:  # whose sums have an order, too
         return None
     return Uint32(lane << 1 & ELEMENTS - 16 // itemsize)
 

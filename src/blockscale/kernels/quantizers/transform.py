@@ -1,0 +1,84 @@
+# mypy: ignore-errors
+"""A Hadamard transform of blocks along the contraction, in fp32: ``hadamard.transformed``.
+
+A lane has 16 elements of a row, or all of a block of two columns. Elements of a row further apart
+are another lane's: two lanes exchange all that they have, once for each doubling of the block.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from cutlass import Float32, Uint32, cute, select_
+
+from ..common import ptx
+from ..common.arithmetic import widen
+
+__all__ = ["Transform"]
+
+_LANE = 16  # elements of a row that a lane has
+
+
+class Transform:
+    """Of blocks of ``size``; bit i of ``signs``, four words, negates element i of each."""
+
+    def __init__(self, size: int, dtype: np.dtype, signs: list):
+        self.size, self.dtype, self.signs = size, dtype, signs
+
+    @classmethod
+    def of(cls, size: int, dtype: np.dtype, signs) -> Transform:
+        """``signs``: low and high 64 bits, as a launch is given them."""
+        return cls(size, dtype, [Uint32(each >> at) for each in signs for at in (0, 32)])
+
+    def of_row(self, words: list) -> list:
+        """fp32 words of 16 elements of a row; all lanes of a warp meet in here."""
+        lane, lanes = cute.arch.lane_idx(), max(self.size // _LANE, 1)
+        signs = self.signs[0]
+        if lanes > 2:
+            for i, word in enumerate(self.signs[1 : lanes // 2], 1):
+                signs = Uint32(select_(lane % lanes // 2 == i, word, signs))
+        if lanes > 1:
+            signs = signs >> Uint32(lane % 2 * _LANE)
+        values = self._in_lane(widen(words, self.dtype), signs)
+        distance = 1
+        while distance < lanes:
+            # the sum, or the other lane's minus this one's
+            minus = (lane & distance) << (31 - distance.bit_length() + 1)
+            values = [self._across(value, minus, distance) for value in values]
+            distance *= 2
+        return self._scaled(values)
+
+    def of_columns(self, rows: list) -> list:
+        """fp32 words of each row, of ``rows`` of words of whole blocks along columns."""
+        columns = zip(*(widen(words, self.dtype) for words in rows), strict=True)
+        made = [self._scaled(self._in_lane(list(each), self.signs[0])) for each in columns]
+        return [list(row) for row in zip(*made, strict=True)]
+
+    def _in_lane(self, values: list, signs) -> list:
+        """Signs, then sums and differences of what is less than 16, or a block, apart."""
+        values = [self._signed(value, signs, i % self.size) for i, value in enumerate(values)]
+        apart = 1
+        while apart < min(self.size, len(values)):
+            pairs = [(i, i + apart) for i in range(len(values)) if not i & apart]
+            found = list(values)
+            for i, j in pairs:
+                found[i] = ptx.add(values[i], values[j])
+                found[j] = ptx.subtract(values[i], values[j])
+            values, apart = found, 2 * apart
+        return values
+
+    def _signed(self, value, signs, i: int):
+        return _flipped(value, (signs << (31 - i)) & Uint32(1 << 31))
+
+    def _across(self, value, minus, distance: int):
+        other = cute.arch.shuffle_sync_bfly(value, distance)
+        return ptx.add(other, _flipped(value, minus))
+
+    def _scaled(self, values: list) -> list:
+        factor = Float32(float(np.float32(1 / math.sqrt(self.size))))
+        return [ptx.multiply(value, factor).bitcast(Uint32) for value in values]
+
+
+def _flipped(value, sign):
+    return (value.bitcast(Uint32) ^ Uint32(sign)).bitcast(Float32)
