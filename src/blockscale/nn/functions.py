@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import passes
+from . import observing, passes
 from .double_backward import refuse_double_backward
 from .layer_ops import linear_backward, linear_fprop, names_of
 from .layer_plan import LayerPlan, Metadata
@@ -40,6 +40,7 @@ class QuantizedLinear(torch.autograd.Function):
         dgrad: bool,
         wgrad: bool,
     ) -> Tensor:
+        ctx.site = observing.site()
         y, x_kept, scalar = passes.fprop(x, weight, bias, recipe, out_dtype, wgrad, dgrad)
         # the weight itself: whoever gathers it anew for the backward frees it until then
         ctx.save_for_backward(
@@ -54,6 +55,7 @@ class QuantizedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         main_grad = open_main_grad("weight", ctx.leaf)
+        observing.enter(ctx.site)
         with torch.no_grad():
             given = ctx.needs_input_grad[:3], ctx.about, grad
             x, weight, scalar = ctx.saved_tensors

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..gemm import gemm
 from ..tensor import ScaledTensor
+from . import observing
 from .forms import Forms, quantize_forms
 from .layer_plan import Gradients, Metadata
 from .main_grad import add_product
@@ -39,7 +40,9 @@ def quantized_products(recipe: Recipe) -> dict[str, bool]:
 
 def quantized_activations(x: Tensor, recipe: Recipe, *, rows: bool, columns: bool) -> Forms:
     name = recipe.format_of("activations").name
-    return quantize_forms(x, name, recipe.scale_rounding, rows=rows, columns=columns)
+    forms = quantize_forms(x, name, recipe.scale_rounding, rows=rows, columns=columns)
+    observing.saw("activations", x, fprop=forms.rows, wgrad=forms.columns)
+    return forms
 
 
 def matrix_of(x: Tensor) -> Tensor:
@@ -85,6 +88,7 @@ def multiply(
     how = recipe.format_of("weights").name, recipe.scale_rounding
     w = quantize_weight(weight, *how, rows=True).rows
     assert w is not None
+    observing.saw("weights", weight, fprop=w)
     return gemm(x, w.mT, out_dtype, bias=bias), w.global_scale
 
 
@@ -119,6 +123,7 @@ def gradients(
         rows=dgrad and quantized["dgrad"],
         columns=wgrad and quantized["wgrad"],
     )
+    observing.saw("gradients", g, dgrad=rows, wgrad=columns)
     grad_x = grad_weight = grad_bias = None
     if dgrad:
         assert weight is not None
@@ -149,6 +154,7 @@ def data_gradient(
     how = recipe.format_of("weights").name, recipe.scale_rounding
     w = quantize_weight(weight, *how, columns=True, global_scale=global_scale).columns
     assert w is not None
+    observing.saw("weights", weight, dgrad=w)
     return gemm(g, w, dtype)
 
 
