@@ -7,12 +7,13 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..error_sums import SLACK
 from ..formats import FP32, UE4M3, Format, formats
-from .form_samples import CODES, Picks, Sample, nan_code
+from .form_samples import CODES, Picks, Sample, counted, nan_code
 
 __all__ = ["MAGNITUDES", "Measured", "evaluate", "numbers_of"]
 
@@ -34,28 +35,38 @@ def evaluate(samples: Sequence[Sample]) -> list[Measured]:
     for i, sample in enumerate(samples):
         picks = sample.picks
         key = None if picks is None else (sample.format, picks.x.shape, picks.x.dtype)
-        alike.setdefault((key, sample.histogram.device), []).append(i)
+        which = key, sample.histogram.device, sample.limits is None, sample.first is None
+        alike.setdefault(which, []).append(i)
     vectors: dict[int, Tensor] = {}
-    for (key, _), members in alike.items():
+    for (key, *_), members in alike.items():
         some = [samples[i] for i in members]
         wide: Any = {"dtype": torch.float64, "device": some[0].histogram.device}
         if key is None:
             compared = torch.full((len(some), len(_SUMS) + MAGNITUDES + 2), math.nan, **wide)
         else:
-            compared = _compare(some[0].format, [s.picks for s in some if s.picks is not None])
+            chosen = [s.picks for s in some if s.picks is not None]
+            compared = _compare(some[0].format, chosen, finite=some[0].first is None)
         histograms = torch.stack([sample.histogram for sample in some])
-        nan = torch.full((), math.nan, **wide)
-        scalars = torch.stack([n.reshape(()).to(**wide) for s in some for n in _scalars(s, nan)])
-        joined = torch.cat((scalars.view(len(some), -1), histograms.to(**wide), compared), 1)
+        scalars = [
+            _column(each, len(some), wide) for each in zip(*map(_scalars, some), strict=True)
+        ]
+        joined = torch.cat((*scalars, histograms.to(**wide), compared), 1)
         vectors |= dict(zip(members, joined, strict=True))
     return [Measured(_light(samples[i]), vectors[i]) for i in range(len(samples))]
 
 
-def _scalars(sample: Sample, nan: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    low, high = sample.limits or (nan, nan)
+def _scalars(sample: Sample) -> tuple[Tensor | None, ...]:
     scalar = sample.global_scale
-    first = nan if sample.first is None else sample.first
-    return low, high, first, nan if scalar is None or scalar.numel() > 1 else scalar
+    if scalar is not None and scalar.numel() > 1:
+        scalar = None
+    return *(sample.limits or (None, None)), sample.first, scalar
+
+
+def _column(numbers: Sequence[Tensor | None], count: int, wide: Any) -> Tensor:
+    found = [number.reshape(()) for number in numbers if number is not None]
+    if len(found) < count:
+        return torch.full((count, 1), math.nan, **wide)
+    return torch.stack(found).to(**wide)[:, None]
 
 
 def _light(sample: Sample) -> Sample:
@@ -64,9 +75,9 @@ def _light(sample: Sample) -> Sample:
     return sample._replace(histogram=empty, first=None, limits=None, picks=None)
 
 
-def _compare(format: Format, picks: Sequence[Picks]) -> Tensor:
+def _compare(format: Format, picks: Sequence[Picks], *, finite: bool) -> Tensor:
     """Sums over the blocks of each, how often magnitudes occur, and the first that is not finite:
-    its number in its block, and itself."""
+    its number in its block, and itself. ``finite``: whether all are known to be."""
     (height, size), count = format.block, len(picks)
     x = torch.stack([p.x for p in picks]).float()
     n = x.shape[1] - height
@@ -80,36 +91,28 @@ def _compare(format: Format, picks: Sequence[Picks]) -> Tensor:
     how = lined.name, [count * n, size], -1
     given = data.view(torch.uint8), scale[:, None]
     values = torch.ops.blockscale.dequantize(*given, *how, one, None, torch.float32)
-    factor = torch.stack([p.global_scale.expand(len(p.x))[:n] for p in picks])[..., None]
-    values = values.view(count, n, size) * factor
-    limit = _decoded(scale, format).view(count, n, 1) * factor * (format.element.max * SLACK)
-
+    values = values.view(count, n, size)
+    limit = _decoded(scale, format).view(count, n, 1) * (format.element.max * SLACK)
+    if format.has_global_scale:
+        factor = torch.stack([p.global_scale.expand(len(p.x))[:n] for p in picks])[..., None]
+        values, limit = values * factor, limit * factor
     last, x = x[:, n:], x[:, :n].contiguous()
-    finite = ~limit.isnan()
-    bad = (~finite).expand_as(x)
-    x, values = x.masked_fill(bad, 0), values.masked_fill_(bad, 0)
+    compared = torch.stack([p.there for p in picks])  # others are padding
+    if not finite:
+        bad = limit.isnan()
+        x, values = x.masked_fill(bad, 0), values.masked_fill(bad, 0)
+        compared = compared * ~bad[..., 0]
+    compared = compared.sum(1)
     magnitude = x.view(torch.int32).bitwise_and(_MASK).view(torch.float32)
+    octaves = _octaves(magnitude)
+    zeros = octaves[:, 0] - (n * size - compared)
     over = (1, 2)
-    is_zero, becomes_zero = magnitude == 0, values == 0
-    there = torch.stack([p.there for p in picks])  # others are padding
-    compared = (there * finite[..., 0]).sum(1)
-    zeros = is_zero.count_nonzero(over) - (n * size - compared)
-    sums = [
-        compared,
-        _square(x),
-        _square(values - x),
-        zeros,
-        becomes_zero.count_nonzero(over) - is_zero.count_nonzero(over),
-        (magnitude > limit).count_nonzero(over),
-    ]
-    return torch.cat(
-        (
-            torch.stack([each.to(torch.float64) for each in sums], 1),
-            _magnitudes(magnitude),
-            _first(last, height),
-        ),
-        1,
-    )
+    flushed = (values == 0).count_nonzero(over) - octaves[:, 0]
+    saturated = (magnitude > limit).count_nonzero(over)
+    sums = compared, _square(x), _square(values - x), zeros, flushed, saturated
+    wide = [each.to(torch.float64) for each in sums]
+    first = wide[0].new_full((count, 2), math.nan) if finite else _first(last)
+    return torch.cat((torch.stack(wide, 1), octaves[:, 1:], first), 1)
 
 
 def _square(x: Tensor) -> Tensor:
@@ -126,23 +129,19 @@ def _decoded(scale: Tensor, format: Format) -> Tensor:
     return scale.view(torch.float8_e8m0fnu).float()
 
 
-def _magnitudes(magnitude: Tensor) -> Tensor:
-    """How often each power of two occurs in the ratio to the largest of the block."""
+def _octaves(magnitude: Tensor) -> Tensor:
+    """How many are zero, and how often each power of two occurs in the ratio to the largest of the
+    block."""
     ratio = magnitude / magnitude.amax(-1, keepdim=True)
-    exponent = 127 - (ratio.view(torch.int32) >> 23)  # of NaN, in a block of zeros, negative
-    bins = exponent.clamp_(-1, MAGNITUDES - 1)
-    bins = bins.masked_fill_(magnitude == 0, -1) + 1
-    count = len(bins)
-    bins += torch.arange(count, device=bins.device, dtype=torch.int32)[:, None, None] * (
-        MAGNITUDES + 1
-    )
-    found = torch.zeros(count * (MAGNITUDES + 1), dtype=torch.int32, device=bins.device)
-    one = torch.ones((), dtype=torch.int32, device=bins.device).expand(bins.numel())
-    found.scatter_add_(0, bins.flatten().long(), one)
-    return found.view(count, -1)[:, 1:].to(torch.float64)
+    bins = 128 - (ratio.view(torch.int32) >> 23)  # 1 for a ratio of 1; of NaN, in zeros, negative
+    bins = bins.clamp_(0, MAGNITUDES)
+    bins *= magnitude > 0
+    count, width = len(bins), MAGNITUDES + 1
+    bins += torch.arange(count, device=bins.device, dtype=torch.int32)[:, None, None] * width
+    return counted(bins.flatten(), count * width).view(count, width).to(torch.float64)
 
 
-def _first(last: Tensor, height: int) -> Tensor:
+def _first(last: Tensor) -> Tensor:
     """Of (count, height, size) the number of the first element that is not finite, and itself."""
     flat = last.flatten(1)
     order = torch.arange(flat.shape[1], device=flat.device)
@@ -154,17 +153,16 @@ def _first(last: Tensor, height: int) -> Tensor:
 # --- on the host ----------------------------------------------------------------------------------
 
 
-def numbers_of(parts: Sequence[tuple[Sample, list[float]]]) -> dict[str, Any]:
+def numbers_of(parts: Sequence[tuple[Sample, np.ndarray]]) -> dict[str, Any]:
     """Of all calls of a layer in a step: those of each sample, as a line of the file has them."""
     about = parts[0][0]
     sums = dict.fromkeys(_SUMS, 0.0)
-    magnitudes, exponents = [0.0] * MAGNITUDES, dict[int, int]()
+    magnitudes, exponents = np.zeros(MAGNITUDES), dict[int, int]()
     amax, elements, blocks, zero_blocks, nonfinite = 0.0, 0, 0, 0, 0
     where: dict[str, Any] = {}
     for sample, vector in parts:
-        low, high, first, scalar = vector[:4]
-        codes = vector[4 : 4 + CODES]
-        rest = vector[4 + CODES :]
+        low, high, first, scalar = vector[:4].tolist()
+        codes, rest = vector[4 : 4 + CODES], vector[4 + CODES :]
         amax = max(amax, abs(low), abs(high)) if math.isfinite(low + high + amax) else math.nan
         elements += math.prod(sample.shape)
         blocks += math.prod(sample.blocks)
@@ -176,8 +174,8 @@ def numbers_of(parts: Sequence[tuple[Sample, list[float]]]) -> dict[str, Any]:
         if bad and not nonfinite:
             where = _where(sample, int(first), *rest[-2:])
         nonfinite += bad
-        sums = {name: sums[name] + value for name, value in zip(_SUMS, rest, strict=False)}
-        magnitudes = [a + b for a, b in zip(magnitudes, rest[len(_SUMS) : -2], strict=True)]
+        sums = {name: sums[name] + value for name, value in zip(_SUMS, rest.tolist(), strict=False)}
+        magnitudes = magnitudes + rest[len(_SUMS) : -2]
     n = sums["compared"]
     knows = n > 0
     return {
@@ -197,17 +195,18 @@ def numbers_of(parts: Sequence[tuple[Sample, list[float]]]) -> dict[str, Any]:
         "underflow": sums["flushed"] / n if knows else None,
         "saturated": sums["saturated"] / n if knows else None,
         "zeros": sums["zeros"] / n if knows else None,
-        "magnitude_histogram": [int(m) for m in magnitudes] if knows else None,
+        "magnitude_histogram": magnitudes.astype(int).tolist() if knows else None,
     }
 
 
-def _exponents(codes: list[float], format: Format, scalar: float) -> tuple[dict[int, int], int]:
+def _exponents(codes: np.ndarray, format: Format, scalar: float) -> tuple[dict[int, int], int]:
     """How often each floor(log2(scale)) occurs, and blocks of zeros."""
     least = 2 if format.scale is FP32 else 1  # of zeros fp32 has its smallest normal number
     found: dict[int, int] = {}
     factor = 1.0 if math.isnan(scalar) else scalar
-    for code in range(least, nan_code(format)):
-        if count := int(codes[code]):
+    for code in np.flatnonzero(codes).tolist():
+        if least <= code < nan_code(format):
+            count = int(codes[code])
             if format.scale is UE4M3:
                 high, low = code >> 3, code & 7
                 value = math.ldexp(8 + low, high - 10) if high else math.ldexp(low, -9)
@@ -215,7 +214,7 @@ def _exponents(codes: list[float], format: Format, scalar: float) -> tuple[dict[
             else:
                 exponent = code - 127
             found[exponent] = found.get(exponent, 0) + count
-    return found, int(sum(codes[:least]))
+    return found, int(codes[:least].sum())
 
 
 def _percentiles(exponents: dict[int, int]) -> dict[str, int] | None:

@@ -17,9 +17,9 @@ from ..memory import as_bytes
 from ..nn.group_operands import Activated, ActivatedBackward, Rows
 from ..tensor import ScaledTensor
 
-__all__ = ["CODES", "SAMPLE", "Picks", "Sample", "nan_code", "take_sample", "values_of"]
+__all__ = ["CODES", "SAMPLE", "Picks", "Sample", "counted", "nan_code", "take_sample", "values_of"]
 
-SAMPLE = 2**13  # elements of a form that are compared with what they were made of
+SAMPLE = 2**12  # elements of a form that are compared with what they were made of
 CODES = 256
 #: Of blocks: their matrix, line, and number in the line.
 Place = tuple[Tensor, Tensor, Tensor]
@@ -42,7 +42,7 @@ class Sample(NamedTuple):
     """Of one form; tensors are on its device.
 
     Attributes:
-        histogram: int32 (256,), how often each code of a scale occurs (:func:`nan_code`).
+        histogram: int64 (256,), how often each code of a scale occurs (:func:`nan_code`).
         first: int64, the number of the first block that is not finite; how many there are, or None,
             if all are.
         limits: the least and the largest value; None where nobody has the values.
@@ -65,6 +65,15 @@ def nan_code(format: Format) -> int:
     return 255 if format.scale is FP32 else format.scale.nan_code
 
 
+def counted(numbers: Tensor, bins: int) -> Tensor:
+    """How often each number below ``bins`` occurs."""
+    if numbers.is_cpu:
+        return torch.bincount(numbers, minlength=bins)
+    found = torch.zeros(bins, dtype=torch.int64, device=numbers.device)  # bincount would wait
+    one = torch.ones((), dtype=torch.int64, device=numbers.device)
+    return found.scatter_add_(0, numbers.long(), one.expand(len(numbers)))
+
+
 def values_of(x: Any) -> Any:
     """What has the values of ``x``: a tensor, a source of rows, or None."""
     if isinstance(x, tuple):  # two stacks, whose rows lie below each other in each group
@@ -80,9 +89,7 @@ def take_sample(x: Any, q: ScaledTensor, limits: tuple[Tensor, Tensor] | None) -
     """Of ``q``, which was made of ``x`` (see :func:`values_of`)."""
     scale = q.compact_bytes()
     code = scale if scale.dtype == torch.uint8 else (scale.view(torch.int32) >> 23) & 255
-    one = torch.ones((), dtype=torch.int32, device=code.device).expand(code.numel())
-    histogram = torch.zeros(CODES, dtype=torch.int32, device=code.device)
-    histogram.scatter_add_(0, code.flatten().long(), one)
+    histogram = counted(code.flatten(), CODES)
     if code.is_cpu and not int(histogram[nan_code(q.format)]):  # to look costs nothing here
         first = None
     else:

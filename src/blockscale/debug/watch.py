@@ -8,7 +8,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ from .watch_report import write_watch_report
 
 __all__ = ["NonfiniteWarning", "WatchFiles", "watch"]
 
-_BATCH = 32  # samples whose numbers are computed together
+_BATCH = 128  # samples whose numbers are computed together
 #: What torch puts into the names of modules that it wraps.
 _WRAPPERS = "_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module."
 
@@ -105,6 +105,7 @@ def watch(
 
 
 _open = threading.Lock()
+_modes = torch._C._len_torch_dispatch_stack
 
 
 def _new_files(folder: Path) -> WatchFiles:
@@ -232,7 +233,8 @@ class _Watcher:
             return
         name, part = place
         name = ".".join(filter(None, (name, part)))
-        with torch.no_grad(), _disable_current_modes():
+        apart = _disable_current_modes() if _modes() else nullcontext()  # they keep what is made
+        with torch.no_grad(), apart:
             self.seen.add(name, role, x, forms)
 
     def end(self) -> None:
@@ -306,7 +308,8 @@ class _Seen:
         self._measure()
         if not self._measured:
             return []
-        rows = torch.stack([each.vector for each in self._measured]).tolist()  # read back, once
+        vectors = torch.stack([each.vector for each in self._measured])
+        rows = vectors.cpu().numpy()  # read back, once
         return [
             (key, numbers_of([(self._measured[i].about, rows[i]) for i in members]))
             for key, members in self._of.items()
