@@ -190,7 +190,7 @@ def test_fields_of_recipes_are_known():
     """A field that is not here is known to ``passes``, maybe, but not to fused layers: let
     ``parts.multiplies_quantized`` refuse it, or what makes operands follow it."""
     known = {"format", "activations", "weights", "gradients", "scale_rounding"}
-    known |= {"high_precision", "overrides"}
+    known |= {"high_precision", "overrides", "quantization", "text"}
     assert {field.name for field in fields(bs.Recipe)} == known
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..nn import experts_backward, passes
+from ..nn import experts_backward, observing, passes
 from ..nn.double_backward import refuse_double_backward
 from ..nn.experts_call import ExpertsConfig
 from ..nn.gated import exact
@@ -98,6 +98,7 @@ class _ParallelExperts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, peers: ExpertPeers, x: Tensor, weights: Tensor, *stacks: Any) -> Tensor:
+        ctx.site = observing.site()
         how, needs = peers.how, (False,) * 7
         if how.grad_enabled:
             needs = *ctx.needs_input_grad[1:], False
@@ -120,6 +121,7 @@ class _ParallelExperts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weights, h, came, *stacks = ctx.saved_tensors
+        observing.enter(ctx.site)
         needs, peers, how = (*ctx.needs_input_grad[1:], False), ctx.peers, ctx.peers.how
         of_up, of_down = needs[2:4]
         held = _local(ExpertParameters(*stacks))

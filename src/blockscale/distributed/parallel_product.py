@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..nn import passes
+from ..nn import observing, passes
 from ..nn.double_backward import refuse_double_backward
 from ..nn.forms import Forms, quantize_forms
 from ..nn.gathered_ops import gathered_dgrad, gathered_fprop
-from ..nn.recipe import PRODUCTS, Recipe
+from ..nn.recipe import PRODUCTS, PRODUCTS_OF, Recipe
 from ..tensor import ScaledTensor
 from .gathered_input import GatheredInput
 from .quantizer import Quantizer
@@ -64,6 +64,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
         quantized, out_dtype = passes.quantized_products(call.recipe), call.out_dtype
+        ctx.site = observing.site()
         keeps = call.wgrad and quantized["wgrad"] and not isinstance(x, GatheredInput)
         forms = _forms(x, call, "activations", rows=quantized["fprop"], columns=keeps)
         scalar, values = None, _values(weight)
@@ -87,6 +88,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        observing.enter(ctx.site)
         with torch.no_grad():
             gradients = _gradients(ctx, grad)
         return *refuse_double_backward(gradients), None
@@ -112,6 +114,8 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if wgrad:
         if ctx.shards is not None:
             x = ctx.shards.whole()
+            if isinstance(x, ScaledTensor):
+                observing.saw("activations", None, wgrad=x)
         g = _matrix(grad) if columns is None else columns
         grad_weight = passes.weight_gradient(g, x, w_dtype)
     if bias_grad:
@@ -124,12 +128,16 @@ def _forms(x: Tensor, call: Call, role: str, *, rows: bool, columns: bool) -> Fo
     quantizer = call.quantizer(role)
     if isinstance(x, GatheredInput):
         by_columns: Any = x.shards.keep(quantizer).whole() if columns else None
-        return Forms(x.shards.rows(quantizer) if rows else None, by_columns)
+        made = Forms(x.shards.rows(quantizer) if rows else None, by_columns)
+        observing.saw(role, None, **dict(zip(PRODUCTS_OF[role], made, strict=True)))
+        return made
     matrix = passes.matrix_of(x)
     scalar = quantizer.global_scale(matrix, call.group) if rows or columns else None
-    return quantize_forms(
+    made = quantize_forms(
         matrix, quantizer.operand, rows=rows, columns=columns, global_scale=scalar
     )
+    observing.saw(role, matrix, **dict(zip(PRODUCTS_OF[role], made, strict=True)))
+    return made
 
 
 def _values(weight: Any) -> Tensor | None:

@@ -11,7 +11,7 @@ from ..quantize import quantize
 from ..routing import Routing
 from ..tensor import ScaledTensor
 from ..watching import is_plain, is_transformed, unwatched
-from . import experts_backward
+from . import experts_backward, observing
 from .double_backward import refuse_double_backward
 from .experts_call import Call, ExpertsConfig
 from .gated import SWIGLU, GatedActivation, exact
@@ -113,6 +113,7 @@ class _Experts(torch.autograd.Function):
         if how.grad_enabled:
             needs = ctx.needs_input_grad[2:]
         of_x, of_a = experts_backward.dgrads(needs)
+        ctx.site = observing.site()
         h = _first_product(call, dgrad=of_x)
         y = _second_product(call, h, dgrad=of_a)
         if how.saved_format is not None and any(needs):
@@ -130,6 +131,7 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *tensors, h = ctx.saved_tensors
+        observing.enter(ctx.site)
         needs = ctx.needs_input_grad[2:]
         main_grads = {name: open_main_grad(name, leaf) for name, leaf in ctx.leaves.items()}
         with torch.no_grad():

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from . import group_passes
+from . import group_passes, observing
 from .experts_call import Call
 from .group_operands import Activated, ActivatedBackward, Operands, Rows, Source
 
@@ -60,6 +60,7 @@ class _Backward:
         da, down = self.second_product()
         if self.needs_da:
             assert da is not None
+            observing.narrow("up")
             source: Source = ActivatedBackward(
                 self.call.how.activation, da, self.h, self.row_weights
             )
@@ -86,6 +87,7 @@ class _Backward:
     def second_product(self) -> tuple[Tensor | None, Tensor | None]:
         """The gradient of what it read, not yet times a weight, and that of its matrices."""
         call, da, down = self.call, None, None
+        observing.narrow("down")
         g = call.operands(self.grad, "gradients", rows=self.needs_da, columns=self.needs_ddown)
         if g.rows is not None:
             da = group_passes.dgrad(g.rows, call.held.down, call.offsets, call.product("down"))

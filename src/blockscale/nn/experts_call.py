@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import ops
 from ..routing import Routing
-from . import group_passes
+from . import group_passes, observing
 from .gated import GatedActivation
 from .group_checks import ExpertParameters
 from .group_launches import Launches
@@ -109,6 +109,7 @@ class Call(NamedTuple):
         """The rows of ``source`` times their group's matrix of "up" or "down", plus its bias. What
         is quantized for it is freed when it returns. ``dgrad``: a backward will multiply by the
         same weight."""
+        observing.narrow(name)
         held = self.held
         weight, bias = {"up": (self.up, held.up_bias), "down": (held.down, held.down_bias)}[name]
         rows = self.operands(source, "activations", rows=True).rows

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import passes
+from . import observing, passes
 from .double_backward import refuse_double_backward
 from .layer_ops import linear_backward, linear_fprop
 from .layer_plan import LayerPlan, Metadata
@@ -47,6 +47,7 @@ class QuantizedLinear(torch.autograd.Function):
         wgrad: bool,
         seed: LayerSeed | None,
     ) -> Tensor:
+        ctx.site = observing.site()
         y, x_kept, scalar = passes.fprop(x, weight, bias, recipe, out_dtype, wgrad, dgrad, seed)
         # the weight itself: whoever gathers it anew for the backward frees it until then
         ctx.save_for_backward(
@@ -63,6 +64,7 @@ class QuantizedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         main_grad = open_main_grad("weight", ctx.leaf)
+        observing.enter(ctx.site)
         with torch.no_grad():
             x, weight, scalar, step = ctx.saved_tensors
             about = ctx.about._replace(seed=seed_of_numbers(ctx.seed, step))

@@ -19,6 +19,7 @@ from ..kernels.common.runtime import describe, gpu_of
 from ..tensor import ScaledTensor
 from ..tensor_checks import checks_values
 from ..watching import is_eager, is_plain
+from . import observing
 from .group_operands import Operands, QuantizeInputs
 from .output_dtype import output_dtype
 from .plan_cache import UNKNOWN, attempt
@@ -41,6 +42,8 @@ def call_key(recipe: Recipe | None, tensors: Sequence[Tensor | None], *others: A
     The first of ``tensors`` is x.
     """
     x = tensors[0]
+    if observing.observer is not None:
+        return None
     if not is_eager() or type(recipe) is not Recipe or checks_values():
         return None
     if x is None or not is_plain(x):

@@ -16,8 +16,9 @@ from torch import Tensor
 from ..fused import swiglu_backward_quantize, swiglu_quantize
 from ..ops.operand_layout import operand_layout
 from ..quantize import quantize, quantize_both
+from . import observing
 from .gated import GatedActivation
-from .recipe import Recipe
+from .recipe import PRODUCTS_OF, Recipe
 
 __all__ = [
     "Activated",
@@ -28,9 +29,6 @@ __all__ = [
     "Source",
     "operands",
 ]
-
-#: Which products read the rows and the columns of what a recipe has a format for.
-_READ_BY = {"activations": ("fprop", "wgrad"), "gradients": ("dgrad", "wgrad")}
 
 
 class Operands(NamedTuple):
@@ -199,7 +197,7 @@ def operands(
     asked = rows, columns
     quantized = [
         want and recipe is not None and product not in recipe.high_precision
-        for want, product in zip(asked, _READ_BY[role], strict=True)
+        for want, product in zip(asked, PRODUCTS_OF[role], strict=True)
     ]
     made: list[Any] = [None, None]
     d_row_weights = None
@@ -222,4 +220,6 @@ def operands(
         )
         for axis, tensor in zip(axes, tensors, strict=True):
             made[axis == -2] = tensor
+        read_by = [PRODUCTS_OF[role][axis == -2] for axis in axes]
+        observing.saw(role, source, **dict(zip(read_by, tensors, strict=True)))
     return Operands(made[0], made[1], d_row_weights)

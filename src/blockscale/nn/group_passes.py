@@ -18,6 +18,7 @@ from ..ops import global_scale
 from ..ops.backends import on_cpu
 from ..routing import sizes_of
 from ..tensor import ScaledTensor
+from . import observing
 from .forms import quantize_forms
 from .group_launches import QuantizedRows
 from .recipe import Recipe
@@ -127,6 +128,7 @@ def _product(x: Operand, weight: Weight, offsets: Tensor, how: Product, upright:
         whole = torch.cat(weight, 1) if isinstance(weight, tuple) else weight
         return _plain(x, whole if upright else whole.mT, offsets, how.dtype)
     w = _quantized(weight, how, columns=upright)
+    observing.saw("weights", weight, **{"fprop" if upright == how.transposed else "dgrad": w})
     return grouped_gemm(x, w if upright else w.mT, offsets, how.dtype)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import group_passes
+from . import group_passes, observing
 from .double_backward import refuse_double_backward
 from .group_checks import check_grouped, check_recipe_of_groups
 from .group_operands import Rows, operands
@@ -70,6 +70,7 @@ class _GroupedLinear(torch.autograd.Function):
         grad_enabled: bool,
     ) -> Tensor:
         recipe = recipe if x.numel() and weight.numel() else None  # nothing to quantize
+        ctx.site = observing.site()
         of_x, of_weight = (grad_enabled and need for need in ctx.needs_input_grad[:2])
         rows, columns, _ = operands(
             Rows(x), recipe, "activations", offsets, dtype, rows=True, columns=of_weight
@@ -85,6 +86,7 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, offsets = ctx.saved_tensors
+        observing.enter(ctx.site)
         recipe, x_dtype, w_dtype, bias_dtype = ctx.how
         of_x, of_weight, of_bias = ctx.needs_input_grad[:3]
         made: list[Tensor | None] = [None] * 3

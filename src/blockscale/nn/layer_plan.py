@@ -18,6 +18,7 @@ from ..kernels.common.gpu import Unsupported
 from ..kernels.common.runtime import Described, describe, gpu_of
 from ..tensor import ScaledTensor
 from ..watching import is_eager, is_plain, unwatched
+from . import observing
 from .output_dtype import output_dtype
 from .plan_cache import attempt, find, planned
 from .product_launches import ProductLaunch, ProductOperand
@@ -59,7 +60,7 @@ def plan_key(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> 
 
     Addresses are no part of it: what depends on them is looked up at the launch.
     """
-    if not is_eager():
+    if not is_eager() or observing.observer is not None:
         return None
     if not (is_plain(x) and is_plain(weight)):
         return None

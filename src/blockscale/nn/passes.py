@@ -10,10 +10,12 @@ from torch import Tensor
 
 from ..gemm import gemm
 from ..tensor import ScaledTensor
+from . import observing
 from .forms import Forms, quantize_forms
 from .layer_plan import Gradients, Metadata
 from .main_grad import add_product
-from .recipe import PRODUCTS, Recipe
+from .operand import Operand
+from .recipe import PRODUCTS, PRODUCTS_OF, Recipe
 from .reuse import quantized_weight
 from .seeds import LayerSeed, OperandSeed
 
@@ -42,8 +44,17 @@ def quantized_products(recipe: Recipe) -> dict[str, bool]:
 def quantized_activations(
     x: Tensor, recipe: Recipe, *, rows: bool, columns: bool, seed: LayerSeed | None = None
 ) -> Forms:
-    given = seed_of(seed, "activations")
-    return quantize_forms(x, recipe.operand("activations"), rows=rows, columns=columns, seed=given)
+    how = recipe.operand("activations")
+    forms = quantize_forms(x, how, rows=rows, columns=columns, seed=seed_of(seed, "activations"))
+    _tell("activations", x, how, forms)
+    return forms
+
+
+def _tell(role: str, x: Tensor, how: Operand, forms: Forms) -> None:
+    """An observer, of forms; of those that were transformed, without what they were made of."""
+    products = PRODUCTS_OF[role]
+    for product, form, each in zip(products, forms, (how.rows, how.columns), strict=True):
+        observing.saw(role, x if each.hadamard is None else None, **{product: form})
 
 
 def seed_of(seed: LayerSeed | None, role: str) -> OperandSeed | None:
@@ -93,8 +104,10 @@ def multiply(
     quantize_weight: QuantizeWeight,
 ) -> tuple[Tensor, Tensor | None]:
     """The product of quantized rows, and the global scale of the weight."""
-    w = quantize_weight(weight, recipe.operand("weights"), rows=True).rows
+    operand = recipe.operand("weights")
+    w = quantize_weight(weight, operand, rows=True).rows
     assert w is not None
+    _tell("weights", weight, operand, Forms(rows=w))
     return gemm(x, w.mT, out_dtype, bias=bias), w.global_scale
 
 
@@ -122,13 +135,16 @@ def gradients(
     recipe, x_shape, (x_dtype, w_dtype, bias_dtype), seed = about
     quantized = quantized_products(recipe)
     g = matrix_of(grad)
-    rows, columns = quantize_forms(
+    operand = recipe.operand("gradients")
+    rows, columns = forms = quantize_forms(
         g,
-        recipe.operand("gradients"),
+        operand,
         rows=dgrad and quantized["dgrad"],
         columns=wgrad and quantized["wgrad"],
         seed=seed_of(seed, "gradients"),
     )
+    _tell("gradients", g, operand, forms)
+    del forms
     grad_x = grad_weight = grad_bias = None
     if dgrad:
         assert weight is not None
@@ -161,6 +177,7 @@ def data_gradient(
     operand = recipe.operand("weights")
     w = quantize_weight(weight, operand, columns=True, global_scale=global_scale).columns
     assert w is not None
+    _tell("weights", weight, operand, Forms(columns=w))
     return gemm(g, w, dtype)
 
 

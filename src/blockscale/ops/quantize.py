@@ -76,7 +76,8 @@ def quantize(
     if further.hadamard is not None:  # a kernel may quantize what torch transforms
         x = transformed(x, further.hadamard, axis).contiguous()
         given = x, format, axis, scale_rounding, nonfinite, layout, global_scale, offsets, seed
-        return quantize(*given, backend, k_major, gather, square, step)
+        if scaling == "amax":
+            return quantize(*given, backend, k_major, gather, square, step)
     x, fmt = x if gather is None else x[gather], get_format(format)
     data, scale = reference.quantize(
         x,

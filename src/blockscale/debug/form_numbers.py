@@ -1,0 +1,256 @@
+"""Numbers of what a watched step has kept: computed on the device for many tensors at once, and
+read back once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..error_sums import SLACK
+from ..formats import FP32, UE4M3, Format, formats
+from .form_samples import CODES, Picks, Sample, counted, nan_code
+
+__all__ = ["MAGNITUDES", "Measured", "evaluate", "numbers_of"]
+
+MAGNITUDES = 24  # bins of |x| over the largest of its block, an octave each, the last with the rest
+_SUMS = ("compared", "signal", "noise", "zeros", "flushed", "saturated")
+_MASK = 0x7FFFFFFF
+
+
+class Measured(NamedTuple):
+    """A sample, and the fp64 vector of its numbers, which is still on the device."""
+
+    about: Sample
+    vector: Tensor
+
+
+def evaluate(samples: Sequence[Sample]) -> list[Measured]:
+    """Of samples in any formats, those alike together."""
+    alike: dict[Any, list[int]] = {}
+    for i, sample in enumerate(samples):
+        picks = sample.picks
+        key = None if picks is None else (sample.format, picks.x.shape, picks.x.dtype)
+        which = key, sample.histogram.device, sample.limits is None, sample.first is None
+        alike.setdefault(which, []).append(i)
+    vectors: dict[int, Tensor] = {}
+    for (key, *_), members in alike.items():
+        some = [samples[i] for i in members]
+        wide: Any = {"dtype": torch.float64, "device": some[0].histogram.device}
+        if key is None:
+            compared = torch.full((len(some), len(_SUMS) + MAGNITUDES + 2), math.nan, **wide)
+        else:
+            chosen = [s.picks for s in some if s.picks is not None]
+            compared = _compare(some[0].format, chosen, finite=some[0].first is None)
+        histograms = torch.stack([sample.histogram for sample in some])
+        scalars = [
+            _column(each, len(some), wide) for each in zip(*map(_scalars, some), strict=True)
+        ]
+        joined = torch.cat((*scalars, histograms.to(**wide), compared), 1)
+        vectors |= dict(zip(members, joined, strict=True))
+    return [Measured(_light(samples[i]), vectors[i]) for i in range(len(samples))]
+
+
+def _scalars(sample: Sample) -> tuple[Tensor | None, ...]:
+    scalar = sample.global_scale
+    if scalar is not None and scalar.numel() > 1:
+        scalar = None
+    return *(sample.limits or (None, None)), sample.first, scalar
+
+
+def _column(numbers: Sequence[Tensor | None], count: int, wide: Any) -> Tensor:
+    found = [number.reshape(()) for number in numbers if number is not None]
+    if len(found) < count:
+        return torch.full((count, 1), math.nan, **wide)
+    return torch.stack(found).to(**wide)[:, None]
+
+
+def _light(sample: Sample) -> Sample:
+    """Without what has been looked at."""
+    empty = sample.histogram.new_empty(0)
+    return sample._replace(histogram=empty, first=None, limits=None, picks=None)
+
+
+def _compare(format: Format, picks: Sequence[Picks], *, finite: bool) -> Tensor:
+    """Sums over the blocks of each, how often magnitudes occur, and the first that is not finite:
+    its number in its block, and itself. ``finite``: whether all are known to be."""
+    (height, size), count = format.block, len(picks)
+    x = torch.stack([p.x for p in picks]).float()
+    n = x.shape[1] - height
+    data, scale = (torch.stack([p[i] for p in picks])[:, :n].flatten(0, 1) for i in (1, 2))
+    lined = next(
+        f
+        for f in formats.values()
+        if (f.element, f.scale, f.block) == (format.element, format.scale, (1, size))
+    )
+    one = torch.ones((), device=x.device) if format.has_global_scale else None
+    how = lined.name, [count * n, size], -1
+    given = data.view(torch.uint8), scale[:, None]
+    values = torch.ops.blockscale.dequantize(*given, *how, one, None, torch.float32)
+    values = values.view(count, n, size)
+    limit = _decoded(scale, format).view(count, n, 1) * (format.element.max * SLACK)
+    if format.has_global_scale:
+        factor = torch.stack([p.global_scale.expand(len(p.x))[:n] for p in picks])[..., None]
+        values, limit = values * factor, limit * factor
+    last, x = x[:, n:], x[:, :n].contiguous()
+    compared = torch.stack([p.there for p in picks])  # others are padding
+    if not finite:
+        bad = limit.isnan()
+        x, values = x.masked_fill(bad, 0), values.masked_fill(bad, 0)
+        compared = compared * ~bad[..., 0]
+    compared = compared.sum(1)
+    magnitude = x.view(torch.int32).bitwise_and(_MASK).view(torch.float32)
+    octaves = _octaves(magnitude)
+    zeros = octaves[:, 0] - (n * size - compared)
+    over = (1, 2)
+    flushed = (values == 0).count_nonzero(over) - octaves[:, 0]
+    saturated = (magnitude > limit).count_nonzero(over)
+    sums = compared, _square(x), _square(values - x), zeros, flushed, saturated
+    wide = [each.to(torch.float64) for each in sums]
+    first = wide[0].new_full((count, 2), math.nan) if finite else _first(last)
+    return torch.cat((torch.stack(wide, 1), octaves[:, 1:], first), 1)
+
+
+def _square(x: Tensor) -> Tensor:
+    """Sums of squares, in fp64 over blocks."""
+    return x.square().sum(-1).sum(-1, dtype=torch.float64)
+
+
+def _decoded(scale: Tensor, format: Format) -> Tensor:
+    """fp32 values of scales as they are stored."""
+    if format.scale is FP32:
+        return scale
+    if format.scale is UE4M3:
+        return scale.view(torch.float8_e4m3fn).float()
+    return scale.view(torch.float8_e8m0fnu).float()
+
+
+def _octaves(magnitude: Tensor) -> Tensor:
+    """How many are zero, and how often each power of two occurs in the ratio to the largest of the
+    block."""
+    ratio = magnitude / magnitude.amax(-1, keepdim=True)
+    bins = 128 - (ratio.view(torch.int32) >> 23)  # 1 for a ratio of 1; of NaN, in zeros, negative
+    bins = bins.clamp_(0, MAGNITUDES)
+    bins *= magnitude > 0
+    count, width = len(bins), MAGNITUDES + 1
+    bins += torch.arange(count, device=bins.device, dtype=torch.int32)[:, None, None] * width
+    return counted(bins.flatten(), count * width).view(count, width).to(torch.float64)
+
+
+def _first(last: Tensor) -> Tensor:
+    """Of (count, height, size) the number of the first element that is not finite, and itself."""
+    flat = last.flatten(1)
+    order = torch.arange(flat.shape[1], device=flat.device)
+    first = torch.where(flat.isfinite(), flat.shape[1], order).amin(1, keepdim=True)
+    value = flat.gather(1, first.clamp(max=flat.shape[1] - 1))
+    return torch.cat((first.to(torch.float64), value.to(torch.float64)), 1)
+
+
+# --- on the host ----------------------------------------------------------------------------------
+
+
+def numbers_of(parts: Sequence[tuple[Sample, np.ndarray]]) -> dict[str, Any]:
+    """Of all calls of a layer in a step: those of each sample, as a line of the file has them."""
+    about = parts[0][0]
+    sums = dict.fromkeys(_SUMS, 0.0)
+    magnitudes, exponents = np.zeros(MAGNITUDES), dict[int, int]()
+    amax, elements, blocks, zero_blocks, nonfinite = 0.0, 0, 0, 0, 0
+    where: dict[str, Any] = {}
+    for sample, vector in parts:
+        low, high, first, scalar = vector[:4].tolist()
+        codes, rest = vector[4 : 4 + CODES], vector[4 + CODES :]
+        amax = max(amax, abs(low), abs(high)) if math.isfinite(low + high + amax) else math.nan
+        elements += math.prod(sample.shape)
+        blocks += math.prod(sample.blocks)
+        found, zero = _exponents(codes, sample.format, scalar)
+        for exponent, count in found.items():
+            exponents[exponent] = exponents.get(exponent, 0) + count
+        zero_blocks += zero
+        bad = int(codes[nan_code(sample.format)])
+        if bad and not nonfinite:
+            where = _where(sample, int(first), *rest[-2:])
+        nonfinite += bad
+        sums = {name: sums[name] + value for name, value in zip(_SUMS, rest.tolist(), strict=False)}
+        magnitudes = magnitudes + rest[len(_SUMS) : -2]
+    n = sums["compared"]
+    knows = n > 0
+    return {
+        "format": about.format.name,
+        "shape": list(about.shape),
+        "calls": len(parts),
+        "elements": elements,
+        "amax": amax if math.isfinite(amax) else None,
+        "nonfinite_blocks": nonfinite,
+        **where,
+        "blocks": blocks,
+        "zero_blocks": zero_blocks,
+        "scale_log2": _percentiles(exponents),
+        "scale_histogram": {str(e): exponents[e] for e in sorted(exponents)},
+        "compared": int(n) if knows else 0,
+        "sqnr_db": _decibel(sums["signal"], sums["noise"]) if knows else None,
+        "underflow": sums["flushed"] / n if knows else None,
+        "saturated": sums["saturated"] / n if knows else None,
+        "zeros": sums["zeros"] / n if knows else None,
+        "magnitude_histogram": magnitudes.astype(int).tolist() if knows else None,
+    }
+
+
+def _exponents(codes: np.ndarray, format: Format, scalar: float) -> tuple[dict[int, int], int]:
+    """How often each floor(log2(scale)) occurs, and blocks of zeros."""
+    least = 2 if format.scale is FP32 else 1  # of zeros fp32 has its smallest normal number
+    found: dict[int, int] = {}
+    factor = 1.0 if math.isnan(scalar) else scalar
+    for code in np.flatnonzero(codes).tolist():
+        if least <= code < nan_code(format):
+            count = int(codes[code])
+            if format.scale is UE4M3:
+                high, low = code >> 3, code & 7
+                value = math.ldexp(8 + low, high - 10) if high else math.ldexp(low, -9)
+                exponent = math.frexp(value * factor)[1] - 1
+            else:
+                exponent = code - 127
+            found[exponent] = found.get(exponent, 0) + count
+    return found, int(codes[:least].sum())
+
+
+def _percentiles(exponents: dict[int, int]) -> dict[str, int] | None:
+    """Of log2 of scales, those of zeros left out."""
+    if not exponents:
+        return None
+    total, found = sum(exponents.values()), {}
+    for name, share in (("min", 0.0), ("p1", 0.01), ("p50", 0.5), ("p99", 0.99), ("max", 1.0)):
+        seen = 0
+        for exponent in sorted(exponents):
+            seen += exponents[exponent]
+            if seen >= share * total:
+                break
+        found[name] = exponent
+    return {**found, "spread": found["max"] - found["min"]}
+
+
+def _where(sample: Sample, block: int, inside: float, value: float) -> dict[str, Any]:
+    """Where the first is that is not finite; where nobody has the values, its block begins."""
+    height, size = sample.format.block
+    *lead, down, across = sample.blocks
+    row, column, of_matrix = block // across % down, block % across, down * across
+    if sample.axis == -1:
+        row, column = row * height, column * size
+    else:
+        row, column = row * size, column * height
+    named = None
+    if inside < height * size:  # else nobody has the values
+        line, along = divmod(int(inside), size)
+        down, right = (line, along) if sample.axis == -1 else (along, line)
+        row, column = row + down, column + right
+        named = "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
+    matrix = [block // of_matrix] if lead else []
+    return {"first_nonfinite": [*matrix, row, column], "first_nonfinite_value": named}
+
+
+def _decibel(signal: float, noise: float) -> float | None:
+    """None: nothing was lost, or there is nothing."""
+    return 10 * math.log10(signal / noise) if signal and noise else None

@@ -1,0 +1,346 @@
+"""What quantization does to each tensor of a model in training, by layer and step."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from ..nn import observing
+from ..nn.recipe import Recipe
+from ..tensor import ScaledTensor
+from ..watching import is_faked, is_transformed
+from .form_numbers import Measured, evaluate, numbers_of
+from .form_samples import Sample, take_sample, values_of
+from .watch_report import write_watch_report
+
+__all__ = ["NonfiniteWarning", "WatchFiles", "watch"]
+
+_BATCH = 128  # samples whose numbers are computed together
+#: What torch puts into the names of modules that it wraps.
+_WRAPPERS = "_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module."
+
+
+class NonfiniteWarning(UserWarning):
+    """A tensor of a watched step has NaN or infinities."""
+
+
+class WatchFiles(NamedTuple):
+    """Where what was seen is written: lines of JSON after each watched step, a page at the end."""
+
+    jsonl: Path
+    html: Path
+
+
+@contextmanager
+def watch(
+    model: nn.Module, every: int = 1, out: str | os.PathLike[str] = "."
+) -> Iterator[WatchFiles]:
+    """Look at what converted layers quantize, in one step out of ``every``.
+
+    >>> model = bs.convert(torch.nn.Sequential(torch.nn.Linear(64, 64)), bs.Recipe("mxfp8"))
+    >>> with bs.debug.watch(model, every=100, out="seen") as files:
+    ...     for x in batches:
+    ...         model(x).square().mean().backward()
+    >>> files.html.name
+    'watch.html'
+
+    A step is a forward of ``model`` with gradients and the backward that follows, so each
+    micro-batch is one; forwards before a backward belong to its step. Numbers are of the elements
+    and scales that the layers' own quantizers have made, and change nothing. After each watched
+    step a line for each tensor and the product that reads it is written to ``watch.jsonl``, and at
+    the end, whatever ends the block, one page of pictures, ``watch.html`` (docs/reference/debug.md
+    has the keys). A tensor with NaN or infinities is named by a :class:`NonfiniteWarning` after its
+    step. Compiled code runs as it is written in a watched step. Of ranks each writes files of its
+    own, with ``-rank0`` in their names.
+
+    Args:
+        every: steps 0, ``every``, 2 ``every``, ... are watched; others cost nothing.
+        out: a folder, which is made. What is there stays: the second files are ``watch-2.jsonl``
+            and ``watch-2.html``.
+
+    Raises ValueError where ``model`` has no converted layer or ``every`` is no positive integer,
+    RuntimeError where another watch is open.
+    """
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise ValueError(f"every: got {every!r}; expected a positive integer, 1 for each step")
+    if not any(isinstance(getattr(m, "recipe", None), Recipe) for m in model.modules()):
+        raise ValueError(
+            "model: has no converted layer, nothing is quantized; call "
+            "blockscale.convert(model, recipe) before"
+        )
+    if not _open.acquire(blocking=False):
+        raise RuntimeError(
+            "watch: another watch is open; close it before, or watch a module that has both models"
+        )
+    try:
+        files = _new_files(Path(out))
+        with files.jsonl.open("a", encoding="utf-8") as file:
+
+            def write(lines: Sequence[Any]) -> None:
+                file.writelines(json.dumps(line) + "\n" for line in lines)
+                file.flush()  # a run that is killed leaves them
+
+            watcher = _Watcher(model, every, write)
+            try:
+                with watcher.hooked():
+                    yield files
+            finally:
+                watcher.end()
+                write_watch_report(files.jsonl, files.html)
+    finally:
+        _open.release()
+
+
+_open = threading.Lock()
+_modes = torch._C._len_torch_dispatch_stack
+
+
+def _new_files(folder: Path) -> WatchFiles:
+    """Files that nobody has: the first of these is made."""
+    folder.mkdir(parents=True, exist_ok=True)
+    dist = torch.distributed
+    shared = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    rank = f"-rank{dist.get_rank()}" if shared else ""
+    number = 1
+    while True:
+        name = f"watch{rank}" + (f"-{number}" if number > 1 else "")
+        files = WatchFiles(folder / f"{name}.jsonl", folder / f"{name}.html")
+        if not files.html.exists():
+            try:
+                files.jsonl.touch(exist_ok=False)
+                return files
+            except FileExistsError:
+                pass
+        number += 1
+
+
+class _Key(NamedTuple):
+    module: str
+    tensor: str
+    product: str
+
+
+class _Watcher:
+    """Counts steps, and looks at some. Hooks of modules say whose tensors are seen."""
+
+    def __init__(
+        self, model: nn.Module, every: int, write: Callable[[Sequence[Any]], None]
+    ) -> None:
+        self.model, self.every, self.write = model, every, write
+        self.step, self.backward_began = -1, True
+        self.seen: _Seen | None = None  # of a watched step that is not over
+        self._calls = _Calls()
+        self._closing: list[Callable[[], Any]] = []
+
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        """Steps begin where the model is called."""
+        model = self.model
+        compiled = getattr(model, "_compiled_call_impl", None)
+        if compiled is not None:  # hooks would be compiled, too
+
+            def call(*args: Any, **kwargs: Any) -> Any:
+                self._before(model, args)
+                output = None
+                try:
+                    output = compiled(*args, **kwargs)
+                finally:
+                    self._after(model, args, output)
+                return output
+
+            model._compiled_call_impl = call
+        else:
+            hooks = (
+                model.register_forward_pre_hook(self._before, prepend=True),
+                model.register_forward_hook(self._after, always_call=True),
+            )
+        try:
+            yield
+        finally:
+            if compiled is not None:
+                model._compiled_call_impl = compiled
+            else:
+                for hook in hooks:
+                    hook.remove()
+
+    def _before(self, model: nn.Module, args: Any) -> None:
+        trains = torch.is_grad_enabled() and not is_transformed()
+        if trains and self.backward_began and not _in_backward():
+            self.end()
+            self.step, self.backward_began = self.step + 1, False
+            if self.step % self.every == 0:
+                self._begin()
+        if self.seen is not None:
+            self._calls.enter("")
+            self._calls.trains = trains
+
+    def _after(self, model: nn.Module, args: Any, output: Any) -> None:
+        if self.seen is not None:
+            self._calls.leave()
+            self._calls.trains = True
+        if self.backward_began or _in_backward() or not torch.is_grad_enabled():
+            return
+        found = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
+        for x in found:
+            x.register_hook(partial(self._backward_begins, self.step))
+        if output is not None and not found:
+            self.backward_began = True  # nobody tells: the next forward begins a step
+
+    def _backward_begins(self, step: int, grad: Tensor) -> None:
+        if step != self.step or self.backward_began:
+            return
+        self.backward_began = True
+        if self.seen is not None:
+            torch.autograd.Variable._execution_engine.queue_callback(self.end)
+
+    def _begin(self) -> None:
+        self.seen = _Seen()
+        if "torch._dynamo" in sys.modules:  # else nothing is compiled
+            stance = torch.compiler.set_stance("force_eager")
+            self._closing.append(partial(stance.__exit__, None, None, None))
+        for name, module in self.model.named_modules():
+            if module is not self.model:
+                enter = partial(self._enter, _plain_name(name))
+                self._closing += (
+                    module.register_forward_pre_hook(enter).remove,
+                    module.register_forward_hook(self._leave, always_call=True).remove,
+                )
+        observing.observer = self
+
+    def _enter(self, name: str, module: nn.Module, args: Any) -> None:
+        self._calls.enter(name)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._calls.leave()
+
+    def saw(
+        self, place: tuple[Any, str], role: str, x: Any, forms: dict[str, ScaledTensor]
+    ) -> None:
+        if self.seen is None or not self._calls.trains or is_faked() or is_transformed():
+            return
+        name, part = place
+        name = ".".join(filter(None, (name, part)))
+        apart = _disable_current_modes() if _modes() else nullcontext()  # they keep what is made
+        with torch.no_grad(), apart:
+            self.seen.add(name, role, x, forms)
+
+    def end(self) -> None:
+        """Of a step, if one is watched: write what was seen."""
+        if self.seen is None:
+            return
+        seen, self.seen, observing.observer = self.seen, None, None
+        for close in self._closing:
+            close()
+        self._closing.clear()
+        with torch.no_grad():
+            lines = seen.lines()
+        rank = {"rank": torch.distributed.get_rank()} if _is_ranked() else {}
+        about = {"step": self.step, **rank}
+        self.write([{**about, **key._asdict(), **numbers} for key, numbers in lines])
+        _warn(self.step, [(key, line) for key, line in lines if line["nonfinite_blocks"]])
+
+
+class _Calls(threading.local):
+    """Modules that are being called in a thread."""
+
+    def __init__(self) -> None:
+        self.outer: list[Any] = []
+        self.trains = True  # else it is a forward for itself, before the backward of another
+
+    def enter(self, name: str) -> None:
+        self.outer.append(observing.site())
+        observing.enter(name)
+
+    def leave(self) -> None:
+        if self.outer:
+            observing.enter(self.outer.pop())
+
+
+class _Seen:
+    """What was seen in a step, in the order of its first call."""
+
+    def __init__(self) -> None:
+        self._of: dict[_Key, list[int]] = {}
+        self._in_forward: set[_Key] = set()
+        self._waiting: list[Sample] = []
+        self._measured: list[Measured] = []
+
+    def add(self, name: str, role: str, x: Any, forms: dict[str, ScaledTensor]) -> None:
+        backward, limits = _in_backward(), None
+        new = {}
+        for product, form in forms.items():
+            key = _Key(name, role, product)
+            if not backward:
+                self._in_forward.add(key)
+            if not (backward and key in self._in_forward):  # checkpoints compute it again
+                new[key] = form
+        if not new:
+            return
+        values = values_of(x)
+        matrix = values if isinstance(values, Tensor) else getattr(values, "x", None)
+        if matrix is not None and matrix.numel():
+            low, high = torch.aminmax(matrix)
+            limits = low, high
+        for key, form in new.items():
+            self._of.setdefault(key, []).append(len(self._measured) + len(self._waiting))
+            self._waiting.append(take_sample(values, form, limits))
+        if len(self._waiting) >= _BATCH:
+            self._measure()
+
+    def _measure(self) -> None:
+        self._measured += evaluate(self._waiting)
+        self._waiting.clear()
+
+    def lines(self) -> list[tuple[_Key, dict[str, Any]]]:
+        self._measure()
+        if not self._measured:
+            return []
+        vectors = torch.stack([each.vector for each in self._measured])
+        rows = vectors.cpu().numpy()  # read back, once
+        return [
+            (key, numbers_of([(self._measured[i].about, rows[i]) for i in members]))
+            for key, members in self._of.items()
+        ]
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _is_ranked() -> bool:
+    dist = torch.distributed
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _plain_name(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        name = f"{name}.".replace(wrapper, "").removesuffix(".")
+    return name
+
+
+def _warn(step: int, found: list[tuple[_Key, dict[str, Any]]]) -> None:
+    if not found:
+        return
+    key, line = found[0]
+    value, at = line.get("first_nonfinite_value"), line["first_nonfinite"]
+    others = f"; {len(found) - 1} more after it" if len(found) > 1 else ""
+    warnings.warn(
+        f"step {step}: {key.tensor} of {key.module or 'the model'} for {key.product} have NaN or "
+        f"infinities in {line['nonfinite_blocks']} of {line['blocks']} blocks, the first"
+        f"{f' ({value})' if value else ''} at {at}{others}",
+        NonfiniteWarning,
+        stacklevel=2,
+    )

@@ -1,0 +1,63 @@
+"""Where layers tell what they have quantized, to whom it may concern: ``debug.watch``.
+
+A module's attribute, not a context variable: autograd's threads have none of their caller's. Layers
+that an observer looks at make quantized tensors, and go by no plan; the bytes are the same.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, Protocol
+
+from ..tensor import ScaledTensor
+
+__all__ = ["Observer", "enter", "narrow", "observer", "saw", "site"]
+
+
+class Observer(Protocol):
+    """Looks at what layers quantize, and changes nothing."""
+
+    def saw(
+        self, place: tuple[Any, str], role: str, x: Any, forms: dict[str, ScaledTensor]
+    ) -> None:
+        """``x``, which plays ``role``, was quantized to ``forms``, by the product that reads each.
+
+        ``place``: what was entered, and the part of it. ``x`` is a tensor, a source of rows, two
+        stacks that were joined, or None where nobody has the values.
+        """
+
+
+observer: Observer | None = None
+
+
+class _Here(threading.local):
+    site: Any = None  # of the layer at work: what its observer calls it
+    part: str = ""
+
+
+_here = _Here()
+
+
+def site() -> Any:
+    """What a layer keeps from its forward, to enter in its backward."""
+    return None if observer is None else _here.site
+
+
+def enter(site: Any) -> None:
+    """What is quantized from now on in this thread is of this layer."""
+    if observer is not None:
+        _here.site, _here.part = site, ""
+
+
+def narrow(part: str) -> None:
+    """And of this part of the layer."""
+    if observer is not None:
+        _here.part = part
+
+
+def saw(role: str, x: Any, **forms: ScaledTensor | None) -> None:
+    """Tell the observer, if there is one, of the ``forms`` of ``x`` that were made."""
+    if observer is not None:
+        made = {product: form for product, form in forms.items() if form is not None}
+        if made:
+            observer.saw((_here.site, _here.part), role, x, made)
