@@ -1,4 +1,4 @@
-"""Whether 8 bits train as bf16 does: a GPT under several recipes with one seed, on one GPU.
+"""Whether 8 and 4 bits train as bf16 does: a GPT under several recipes with one seed, on one GPU.
 
     python benchmarks/gpu_parity.py OUT --model dense --seed 0 --stop-after 9
     python benchmarks/gpu_parity.py OUT --join benchmarks/results/parity_h200.json
@@ -27,9 +27,11 @@ from blockscale.training.saves import Saves, Stopped
 from blockscale.training.sources import choose_text
 
 RECIPES = ("bf16", "fp8_block", "mxfp8")
-#: Tokens a step, tokens in all, and the sizes of the models.
+#: Sequences a step, tokens in all unless --tokens says otherwise, and the sizes of the models.
 BATCH, TOKENS = 32, 50_331_648
 MODELS: dict[str, dict[str, Any]] = {
+    # 28 million parameters
+    "small": {"width": 512, "layers": 9, "heads": 8, "learning_rate": 1e-3, "compile": True},
     # 354 million parameters
     "dense": {"width": 1280, "layers": 18, "heads": 20, "learning_rate": 4e-4, "compile": True},
     # 1.1 billion, of which a token uses 180 million: those of ``blockscale train --moe``
@@ -41,6 +43,7 @@ def main(
     folder: Path,
     model: str = "dense",
     seed: int = 0,
+    tokens: int = TOKENS,
     recipe: Annotated[list[str] | None, typer.Option()] = None,
     stop_after: Annotated[float, typer.Option(help="Minutes.")] = 1e9,
     join: Annotated[Path | None, typer.Option()] = None,
@@ -52,7 +55,7 @@ def main(
     settings = training.Settings.on(
         "cuda",
         **MODELS[model],
-        **{"batch": BATCH, "steps": -(-TOKENS // BATCH // 1024), "saves": 0, "samples": 0},
+        **{"batch": BATCH, "steps": -(-tokens // BATCH // 1024), "saves": 0, "samples": 0},
     )
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "unfinished").mkdir(exist_ok=True)

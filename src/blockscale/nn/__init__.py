@@ -20,7 +20,7 @@ from .recipe import Recipe
 from .report import ConversionReport
 from .reuse import clear_weight_cache, reuse_weights
 from .router import Router, choose_experts, load_balancing_loss
-from .seeds import LayerSeed, set_rounding_step
+from .seeds import LayerSeed, rounding_step, set_rounding_step
 
 __all__ = [
     "DEFAULT_EXCLUDE",
@@ -54,5 +54,6 @@ __all__ = [
     "quantized_linear",
     "register_experts",
     "reuse_weights",
+    "rounding_step",
     "set_rounding_step",
 ]

@@ -21,6 +21,7 @@ __all__ = [
     "Stepping",
     "number_of",
     "numbers_of",
+    "rounding_step",
     "seed_of_numbers",
     "set_rounding_step",
 ]
@@ -128,6 +129,20 @@ def number_of(name: str) -> int:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") >> 4
 
 
+def rounding_step(model: torch.nn.Module) -> int | None:
+    """How many forward passes its layers have counted, to be saved beside a state_dict; None where
+    no layer rounds stochastically.
+
+    >>> bs.nn.rounding_step(bs.convert(torch.nn.Sequential(torch.nn.Linear(8, 8)), bs.Recipe()))
+    """
+    found = [int(each.rounding_step) for each in _stepping(model)]
+    return max(found, default=None)
+
+
+def _stepping(model: torch.nn.Module) -> list[Stepping]:
+    return [m for m in model.modules() if isinstance(m, Stepping) and m.has_steps]
+
+
 def set_rounding_step(model: torch.nn.Module, step: int) -> None:
     """Let layers that round stochastically go on as after ``step`` forward passes.
 
@@ -135,12 +150,12 @@ def set_rounding_step(model: torch.nn.Module, step: int) -> None:
     >>> bs.nn.set_rounding_step(model, 1000)  # of a run that was saved after as many
 
     Each forward pass with gradients counts one, and so does one that activation checkpointing
-    repeats. The count is ``rounding_step`` of each layer, a buffer that no state_dict has. Raises
-    ValueError where no layer rounds stochastically, and for a ``step`` that is no count.
+    repeats. :func:`rounding_step` tells the count, which no state_dict has. Raises ValueError where
+    no layer rounds stochastically, and for a ``step`` that is no count.
     """
     if type(step) is not int or not 0 <= step < 2**62:
         raise ValueError(f"step: got {step!r}; expected a number of forward passes, 0 or more")
-    found = [m for m in model.modules() if isinstance(m, Stepping) and m.has_steps]
+    found = _stepping(model)
     if not found:
         raise ValueError(
             "model: no layer of it rounds stochastically; convert it by a recipe that does, as "

@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 from ..checks import choose
 from ..nn import Recipe
+from ..nn.nvfp4 import METHODS
 
 __all__ = ["BASELINE", "DEFAULT_RECIPES", "RECIPES", "check_recipes", "default_recipes"]
 
@@ -19,10 +20,12 @@ RECIPES: Mapping[str, Recipe | None] = MappingProxyType(
         "mxfp8": Recipe("mxfp8"),
         "mxfp8_e5m2_grad": Recipe("mxfp8", gradients="mxfp8_e5m2"),
         "mxfp8_floor": Recipe("mxfp8", scale_rounding="floor"),
+        "mxfp8_even": Recipe("mxfp8", scale_rounding="even"),
         "mxfp6_e2m3": Recipe("mxfp6_e2m3"),
         "mxfp6_e3m2": Recipe("mxfp6_e3m2"),
         "mxfp4": Recipe("mxfp4"),
         "nvfp4": Recipe("nvfp4"),
+        **{f"nvfp4_{name}": Recipe.nvfp4(name) for name in METHODS},
         "fp8_block": Recipe("fp8_block"),
     }
 )

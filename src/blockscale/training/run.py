@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..nn import Recipe, convert
+from ..nn import Recipe, convert, rounding_step, set_rounding_step
 from .data import Corpus
 from .gpt import GPT, VOCABULARY, in_block, mixture, mixtures
 from .meter import Meter
@@ -98,6 +98,8 @@ def train(
             return run
         statistics.restore(found["statistics"])
         meter.restore(found["meter"])
+        if found["rounding_step"] is not None:
+            set_rounding_step(model, found["rounding_step"])
         began -= run.seconds
 
     def state(step: int) -> State:
@@ -107,6 +109,7 @@ def train(
             "run": asdict(run),
             "statistics": statistics.state(),
             "meter": meter.state(),
+            "rounding_step": rounding_step(model),
         }
 
     losses: list[Tensor] = []  # not looked at yet

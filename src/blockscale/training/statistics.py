@@ -11,12 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..hadamard import transformed
 from ..measure import error_sums
 from ..nn import GatedExperts, Linear, Recipe
+from ..nn.operand import Operand
 from ..ops import global_scale
 from ..quantize import quantize
 from ..reference import bounds
 from ..routing import Routing, route
+from ..tensor import ScaledTensor
 from .ranks import Ranks
 
 __all__ = ["ROLES", "Statistics"]
@@ -141,13 +144,11 @@ class Statistics:
         x = x.detach().reshape(-1, x.shape[-1]).contiguous()
         if not x.any():
             return  # what a zero gradient loses says nothing
-        sums, format = self._sums[role], recipe.format_of(role)
+        sums, operand = self._sums[role], recipe.operand(role)
         for used, axis, product in _USES:
             if used != role or product in recipe.high_precision:
                 continue
-            rows = x if axis == -1 else x.mT.contiguous()
-            rounding = recipe.scale_rounding
-            q = quantize(rows, format, scale_rounding=rounding, pad=True, global_scale=scalar)
+            rows, q = _quantized(x if axis == -1 else x.mT.contiguous(), operand, axis, scalar)
             found = error_sums(rows, q)
             sums.tensors += 1
             sums.elements += x.numel()
@@ -172,6 +173,22 @@ class Statistics:
             for role, sums in self._sums.items()
             if sums.tensors
         }
+
+
+def _quantized(
+    rows: Tensor, operand: Operand, axis: int, scalar: Tensor | None
+) -> tuple[Tensor, ScaledTensor]:
+    """Rows as a form along ``axis`` has them, transformed if it is, and quantized as that is, but
+    by signs and random numbers of no step."""
+    how: Any = {"scale_rounding": operand.scale_rounding, "pad": True, "global_scale": scalar}
+    form = operand.rows if axis == -1 else operand.columns
+    if form.hadamard is not None:
+        more = operand.contraction(axis, rows.shape[-1]) - rows.shape[-1]
+        rows = torch.nn.functional.pad(rows, (0, more))
+        how |= {"hadamard": form.hadamard, "global_scale": None}
+    how |= {"square": form.square, "scaling": form.scaling, "seed": 0 if form.is_random else None}
+    q = quantize(rows, operand.format, **how)
+    return rows if form.hadamard is None else transformed(rows, form.hadamard, -1), q
 
 
 def _decibel(noise_to_signal: float) -> float:
