@@ -2,6 +2,7 @@
 
 from .attention import MultiheadAttention
 from .autocast import autocast
+from .blocks import block_names
 from .convert import convert
 from .exclude import DEFAULT_EXCLUDE
 from .experts import experts
@@ -43,6 +44,7 @@ __all__ = [
     "Recipe",
     "Router",
     "autocast",
+    "block_names",
     "choose_experts",
     "clear_weight_cache",
     "convert",
