@@ -20,6 +20,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
+import blockscale as bs
 from blockscale import training
 from blockscale.training import saves
 from blockscale.training.run import Progress, train
@@ -37,6 +38,39 @@ MODELS: dict[str, dict[str, Any]] = {
     # 1.1 billion, of which a token uses 180 million: those of ``blockscale train --moe``
     "moe": {"moe": True},
 }
+
+
+def _ablations() -> dict[str, bs.Recipe]:
+    """NVFP4's recipes with one part switched off."""
+    of = {name: dict(bs.Recipe.nvfp4(name).quantization) for name in ("nvidia", "ms_eden")}
+    stochastic = bs.Quantization(stochastic=True, hadamard=bs.Hadamard(128), random_signs=True)
+    changes: dict[str, tuple[str, dict[str, Any]]] = {
+        "nvidia without squares": ("nvidia", {"weights": bs.Quantization()}),
+        "nvidia without stochastic": (
+            "nvidia",
+            {
+                "gradients.dgrad": bs.Quantization(),
+                "gradients.wgrad": of["nvidia"]["activations.wgrad"],
+            },
+        ),
+        "ms_eden without four over six": (
+            "ms_eden",
+            {"activations.fprop": bs.Quantization(), "weights.fprop": bs.Quantization()},
+        ),
+        "ms_eden, stochastic instead": (
+            "ms_eden",
+            dict.fromkeys(("gradients", "activations.wgrad", "weights.dgrad"), stochastic),
+        ),
+    }
+    made = {
+        f"nvfp4 {name}": bs.Recipe("nvfp4", quantization={**of[base], **change})
+        for name, (base, change) in changes.items()
+    }
+    without = {"hadamard": None}
+    return made | {
+        "nvfp4 nvidia without hadamard": bs.Recipe.nvfp4(**without),
+        "nvfp4 ms_eden of 16": bs.Recipe.nvfp4("ms_eden", hadamard=bs.Hadamard(16)),
+    }
 
 
 def main(
@@ -57,6 +91,7 @@ def main(
         **MODELS[model],
         **{"batch": BATCH, "steps": -(-tokens // BATCH // 1024), "saves": 0, "samples": 0},
     )
+    training.run.RECIPES = {**training.run.RECIPES, **_ablations()}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "unfinished").mkdir(exist_ok=True)
     text = choose_text(None, "cuda")
