@@ -36,7 +36,10 @@ class Counts:
 class _Quantizer:
     """What quantizes on a GPU that computes by torch, with the attributes of a QuantizePlan."""
 
-    def __init__(self, counts: Counts, x: Any, format: str, *how: Any) -> None:
+    def __init__(
+        self, counts: Counts, x: Any, format: str, *how: Any, along: tuple[int, ...] = (-1,)
+    ) -> None:
+        self._along = along
         self._counts, self._shape, self._format, self._how = counts, x[0], format, how
         if how:
             axes, layouts, *_, k_major = how
@@ -48,8 +51,10 @@ class _Quantizer:
                 for axis, layout in zip(axes, layouts, strict=True)
             ]
 
-    def quantize(self, inputs: Any, global_scale: Any, offsets: Any) -> list[Any]:
-        (x,), (axes, layouts, scale_rounding, k_major) = inputs, self._how
+    def quantize(
+        self, inputs: Any, global_scale: Any, offsets: Any = None, further: Any = quantizers.PLAIN
+    ) -> list[Any]:
+        (x,), (axes, layouts, scale_rounding, square, k_major) = inputs, self._how
         assert x.shape == self._shape
         assert not x.requires_grad
         self._counts.quantized.append(x.shape)
@@ -57,14 +62,31 @@ class _Quantizer:
         for axis, layout, output in zip(axes, layouts, self.outputs, strict=True):
             data, scale = ops.quantize(
                 *(x, self._format, axis, scale_rounding, "propagate", layout, global_scale),
-                *(None, None, "reference", k_major),
+                *(None, _numbers(further), "reference", k_major, None, square),
+                *(_step(further), _transform(further)),
             )
             written[output.first] = (data.mT if output.turned else data).contiguous()
             written[output.first + 1] = scale.contiguous()
         return written
 
-    def global_scale(self, inputs: Any) -> torch.Tensor:
-        return ops.global_scale(inputs[0], self._format, "reference")
+    def global_scale(
+        self, inputs: Any, weights: Any = None, further: Any = quantizers.PLAIN
+    ) -> torch.Tensor:
+        transform = _transform(further)
+        return ops.global_scale(inputs[0], self._format, "reference", *self._along, transform)
+
+
+def _numbers(further: Any) -> Any:
+    numbers = further.numbers
+    return None if numbers is None else list(numbers._replace(step=0))
+
+
+def _step(further: Any) -> Any:
+    return None if further.numbers is None else further.numbers.step
+
+
+def _transform(further: Any) -> Any:
+    return None if further.hadamard is None else further.hadamard.for_op()
 
 
 @contextmanager
@@ -103,11 +125,11 @@ def torch_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counts]:
     ) -> _Quantizer:
         if inputs[0][1][-1] != 1:
             raise Unsupported("x: not contiguous in the last dimension")
-        how = asked.axes, asked.layouts, asked.scale_rounding, asked.k_major
+        how = asked.axes, asked.layouts, asked.scale_rounding, asked.square, asked.k_major
         return _Quantizer(counts, inputs[0], asked.format, *how)
 
     def plan_amax(inputs: Any, device: Any, gpu: Any, asked: quantizers.Request) -> _Quantizer:
-        return _Quantizer(counts, inputs[0], asked.format)
+        return _Quantizer(counts, inputs[0], asked.format, along=asked.axes[:1] or (-1,))
 
     monkeypatch.setattr(quantizers, "plan_quantize", plan_quantize)
     monkeypatch.setattr(quantizers, "plan_amax", plan_amax)

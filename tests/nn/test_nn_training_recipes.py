@@ -7,15 +7,15 @@ import pickle
 
 import pytest
 import torch
+from planned import torch_gpu
 from torch.utils.checkpoint import checkpoint
 
 import blockscale as bs
-from blockscale.nn import layer_plan
+from blockscale.nn import plan_cache
 from blockscale.nn.nvfp4 import METHODS
 from blockscale.nn.seeds import LayerSeed, OperandSeed, number_of
 from blockscale.rounding import random_bits
 from blockscale.seed import Numbers
-from stand_in import gpu
 
 NVFP4 = bs.Recipe.nvfp4()
 RHT = dict(NVFP4.quantization)["activations.wgrad"].hadamard
@@ -37,7 +37,7 @@ def step(module, x, g):
     module.zero_grad()
     y = module(x)
     y.backward(g)
-    return y.detach(), x.grad, module.weight.grad
+    return y.detach(), x.grad, module.weight.grad.clone()
 
 
 def value_of(name, role):
@@ -253,18 +253,38 @@ def test_for_inference_the_forward_has_the_same_bits():
     assert not list(found.buffers())
 
 
-def test_gpus_have_no_plan_of_it_yet():
-    """What rounds to nearest has one, for the same operands."""
-    x, w = random(32, 64).to(BF16), random(48, 64).to(BF16)
-    with gpu("sm_100a", kernel=lambda *a: lambda *b: None, quantizes=True):
-        plans = [
-            layer_plan.make_plan(
-                layer_plan.plan_key(x, w, None, recipe), x, w, None, recipe, BF16, columns=True
-            )
-            for recipe in (bs.Recipe("nvfp4"), NVFP4)
-        ]
-    assert plans[0] is not None
-    assert plans[1] is None
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("method", ["nvidia", "without hadamard"])
+def test_gpus_go_by_a_plan(monkeypatch, method, bias):
+    """With the bits of tensors, and as many launches again in each step."""
+    recipe = NVFP4 if method == "nvidia" else bs.Recipe.nvfp4(hadamard=None)
+    module = layer(recipe=recipe, bias=bias)
+    given = random(64, 64), random(64, 48, seed=1)
+    expected = [step(module, *given) for _ in range(2)]
+    bs.nn.set_rounding_step(module, 0)
+    with torch_gpu(monkeypatch) as counts:
+        for each in expected:
+            counts.quantized.clear()
+            for a, b in zip(step(module, *given), each, strict=True):
+                assert torch.equal(a, b)
+            assert len(counts.quantized) == (6 if method == "nvidia" else 4)
+        assert sum(plan is not None for plan in plan_cache._plans.values()) == 1
+        compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+        bs.nn.set_rounding_step(module, 0)
+        for each in expected:
+            for a, b in zip(step(compiled, *given), each, strict=True):
+                assert torch.equal(a, b)
+
+
+def test_a_plan_needs_a_seed(monkeypatch):
+    x, w = random(64, 64), random(48, 64)
+    x.requires_grad_()
+    with torch_gpu(monkeypatch):
+        for _ in range(2):
+            y = bs.nn.linear(x, w, recipe=NVFP4, seed=bs.nn.LayerSeed(3, torch.tensor(0)))
+            y.sum().backward()
+            with pytest.raises(ValueError, match="seed: got None, and the recipe rounds"):
+                bs.nn.linear(x, w, recipe=NVFP4).sum().backward()
 
 
 # --- what is refused ------------------------------------------------------------------------------

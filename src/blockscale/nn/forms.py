@@ -11,10 +11,9 @@ from torch import Tensor
 from ..ops.operand_layout import operand_layout
 from ..quantization import Quantization
 from ..quantize import quantize, quantize_both
-from ..rounding import random_bits
 from ..tensor import ScaledTensor
 from .operand import Operand
-from .seeds import OperandSeed
+from .seeds import OperandSeed, needed, with_signs
 
 __all__ = ["Forms", "quantize_forms"]
 
@@ -59,8 +58,8 @@ def quantize_forms(
         if asked:
             quantization = getattr(operand, name)
             given = _padded(x, axis, operand.contraction(axis, x.shape[axis]))
-            if quantization.random_signs:
-                given = _with_signs(given, axis, quantization.hadamard.size, _needed(seed))
+            if quantization.hadamard is not None and quantization.random_signs:
+                given = with_signs(given, axis, quantization.hadamard, needed(seed))
             more = _arguments(quantization, given.shape, global_scale, seed)
             more["hadamard"] = quantization.hadamard
             made[name] = quantize(given, operand.format, axis, **more, **how)
@@ -78,27 +77,11 @@ def _arguments(
     if global_scale is not None and quantization.hadamard is None:
         found["global_scale"] = global_scale
     if quantization.is_random:
-        found["seed"] = _needed(seed).of(shape)
+        found["seed"] = needed(seed).of(shape)
     return found
-
-
-def _needed(seed: OperandSeed | None) -> OperandSeed:
-    if seed is None:
-        raise ValueError(
-            "seed: got None, and the recipe rounds stochastically; pass a blockscale.nn."
-            "LayerSeed, or call a layer, which has one for each step"
-        )
-    return seed
 
 
 def _padded(x: Tensor, axis: int, size: int) -> Tensor:
     """``x`` with zeros up to ``size`` along ``axis``: transforms mix them with what is there."""
     more = size - x.shape[axis]
     return torch.nn.functional.pad(x, (0, more) if axis == -1 else (0, 0, 0, more)) if more else x
-
-
-def _with_signs(x: Tensor, axis: int, size: int, seed: OperandSeed) -> Tensor:
-    """``x`` with the signs of a transform of this step: exact in any dtype."""
-    drawn = random_bits(seed.signs(axis), torch.empty(size, device=x.device))
-    signs = (1 - 2 * (drawn & 1)).to(x.dtype).repeat(x.shape[axis] // size)
-    return x * (signs if axis == -1 else signs[:, None])

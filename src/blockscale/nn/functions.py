@@ -84,34 +84,38 @@ class PlannedLinear(torch.autograd.Function):
         bias: Tensor | None,
         plan: LayerPlan,
         dgrad: bool,
+        seed: LayerSeed | None,
     ) -> Tensor:
-        y, (columns, scalar) = plan.forward(x, weight, bias, dgrad=dgrad)
+        y, (columns, scalar) = plan.forward(x, weight, bias, dgrad=dgrad, seed=seed)
         ctx.save_for_backward(
             *(weight if dgrad else None, scalar if dgrad else None),
             *((None, None, None) if columns is None else columns),
+            None if seed is None else seed.step,
         )
-        ctx.plan = plan
+        ctx.plan, ctx.seed = plan, None if seed is None else numbers_of(seed)[0]
         ctx.leaf = None if columns is None else leaf_of("weight", weight)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         plan, needs = ctx.plan, ctx.needs_input_grad[:3]
-        weight, scalar, data, scale, x_scalar = ctx.saved_tensors
+        weight, scalar, data, scale, x_scalar, step = ctx.saved_tensors
+        seed = None if step is None else seed_of_numbers(ctx.seed, step)
         kept = None if data is None else Parts(data, scale, x_scalar), scalar
         if weight is not None and weight.stride(-1) != 1:  # hooks of saved tensors may give it so
             weight = weight.contiguous()
         main_grad, gradients = open_main_grad("weight", ctx.leaf), None
         if not torch.is_grad_enabled():  # else they are refused
-            gradients = plan.backward(needs, grad, kept, weight, main_grad)
+            gradients = plan.backward(needs, grad, kept, weight, main_grad, seed)
         if gradients is None:
             with torch.no_grad():
                 x = plan.kept_tensor(kept)
+                about = plan.metadata._replace(seed=seed)
                 gradients = passes.gradients(
-                    *(needs, plan.metadata, grad, x, weight, scalar), main_grad=main_grad
+                    *(needs, about, grad, x, weight, scalar), main_grad=main_grad
                 )
             gradients = refuse_double_backward(gradients)
-        return *gradients, None, None
+        return *gradients, None, None, None
 
 
 class CompiledLinear(torch.autograd.Function):

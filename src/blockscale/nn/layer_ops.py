@@ -22,10 +22,10 @@ from ..tensor import ScaledTensor
 from . import passes
 from .forms import quantize_forms
 from .layer_plan import BackwardPlan, FpropPlan, Layer, Metadata
+from .method_launches import OperandLaunch
 from .plan_cache import planned
-from .quantize_launches import MatrixLaunch
 from .recipe import Recipe
-from .seeds import seed_of_numbers
+from .seeds import seed_of, seed_of_numbers
 
 __all__ = ["activation_of", "linear_backward", "linear_fprop", "recipe_of"]
 
@@ -80,10 +80,11 @@ def linear_fprop(
         found = planned(key, lambda: _plan_fprop(layer, x_layout, wgrad, bias))
     if found is not None:
         x, plan = found
-        y, scalar = plan(x.parts_of(x_data, x_scale, x_global, -1), weight, bias)
+        rows = x.parts_of(x_data, x_scale, x_global, -1)
+        y, scalar = plan(rows, weight, bias, seed=seed_of_numbers(seed, step))
     else:
         form = activation_of(layer.metadata, x_layout, (x_data, x_scale, x_global), -1)
-        given = passes.seed_of(seed_of_numbers(seed, step), "weights")
+        given = seed_of(seed_of_numbers(seed, step), "weights")
         quantize_weight = partial(quantize_forms, seed=given)
         y, scalar = passes.multiply(form, weight, bias, metadata.recipe, out_dtype, quantize_weight)
     return [y] if scalar is None else [y, scalar]
@@ -91,7 +92,7 @@ def linear_fprop(
 
 def _plan_fprop(
     layer: Layer, x_layout: str, wgrad: bool, bias: Tensor | None
-) -> tuple[MatrixLaunch, FpropPlan]:
+) -> tuple[OperandLaunch, FpropPlan]:
     x = _x_quantizer(layer, x_layout, wgrad)
     return x, FpropPlan(layer, x, bias)
 
@@ -148,7 +149,8 @@ def linear_backward(
         columns = None
         if x_data is not None and x_scale is not None:
             columns = x.parts_of(x_data, x_scale, x_global, -2)
-        made = plan(grad, (columns, w_global), weight, False)
+        numbers = seed_of_numbers(seed, step)
+        made = plan(grad, (columns, w_global), weight, False, seed=numbers)
     else:
         form = None
         if x_data is not None and x_scale is not None:
@@ -160,7 +162,7 @@ def linear_backward(
 
 def _plan_backward(
     layer: Layer, x_layout: str, dgrad: bool, wgrad: bool
-) -> tuple[MatrixLaunch, BackwardPlan]:
+) -> tuple[OperandLaunch, BackwardPlan]:
     x = _x_quantizer(layer, x_layout, wgrad)
     return x, BackwardPlan(layer, x, dgrad, wgrad)
 
@@ -175,7 +177,7 @@ def _common_gpu(layer: Layer, *others: Tensor | None) -> Gpu | None:
     return gpu_of(layer.device) if same else None
 
 
-def _x_quantizer(layer: Layer, x_layout: str, columns: bool) -> MatrixLaunch:
+def _x_quantizer(layer: Layer, x_layout: str, columns: bool) -> OperandLaunch:
     """What quantized ``x`` where a graph was recorded on a device like this one."""
     layout = operand_layout(_x_format(layer.metadata).name, layer.device).layout
     if x_layout != layout:

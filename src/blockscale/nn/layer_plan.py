@@ -19,12 +19,13 @@ from ..kernels.common.runtime import Described, describe, gpu_of
 from ..tensor import ScaledTensor
 from ..watching import is_eager, is_plain, unwatched
 from . import observing
+from .method_launches import OperandLaunch, operand_launch
 from .output_dtype import output_dtype
 from .plan_cache import attempt, find, planned
 from .product_launches import ProductLaunch, ProductOperand
-from .quantize_launches import Asked, MatrixLaunch, Parts
+from .quantize_launches import Asked, Parts
 from .recipe import Recipe
-from .seeds import LayerSeed
+from .seeds import LayerSeed, seed_of
 from .weight_launch import WeightLaunch
 
 __all__ = [
@@ -47,7 +48,7 @@ class Metadata(NamedTuple):
     recipe: Recipe
     x_shape: torch.Size
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None]  # of x, weight and bias
-    seed: LayerSeed | None = None  # where the recipe rounds stochastically; plans have none
+    seed: LayerSeed | None = None  # where the recipe rounds stochastically; plans are given theirs
 
 
 #: What is kept of ``x`` for wgrad, and the weight's global scale, for dgrad.
@@ -125,16 +126,16 @@ class Layer(NamedTuple):
 
     def quantizer(
         self, x: Described, role: str, *, rows: bool = False, columns: bool = False
-    ) -> MatrixLaunch:
+    ) -> OperandLaunch:
         """Of an operand, as the recipe says. Raises Unsupported where no kernel does it."""
         asked = Asked.of(self.metadata.recipe, role, self.device, rows=rows, columns=columns)
-        return MatrixLaunch(x, asked)
+        return operand_launch(x, asked)
 
     def weight_launch(self, axis: int) -> WeightLaunch:
         recipe = self.metadata.recipe
         return WeightLaunch(self.weight, self.device, recipe, axis, reuses=self.reuses)
 
-    def x_quantizer(self, address: int = 0, *, rows: bool, columns: bool) -> MatrixLaunch:
+    def x_quantizer(self, address: int = 0, *, rows: bool, columns: bool) -> OperandLaunch:
         """Of ``x``, a matrix at ``address``."""
         shape, k = self.metadata.x_shape, self.weight[0][1]
         matrix = _rows((shape.numel() // k, k), self.metadata.dtypes[0], address)
@@ -169,13 +170,19 @@ class LayerPlan:
         self._backward: dict[tuple[bool, bool], BackwardPlan | None] = {}
 
     def forward(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, *, dgrad: bool = False
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        dgrad: bool = False,
+        seed: LayerSeed | None = None,
     ) -> tuple[Tensor, Kept]:
         """The product, and what is kept for the backward. ``dgrad``: that will ask for the weight
         by columns."""
-        rows, columns = self._x(_matrix(x))
+        rows, columns = self._x(_matrix(x), None, seed_of(seed, "activations"))
         assert rows is not None
-        y, global_scale = self._fprop(rows, weight, bias, dgrad=dgrad)
+        y, global_scale = self._fprop(rows, weight, bias, dgrad=dgrad, seed=seed)
         return y, (columns, global_scale)
 
     def backward(
@@ -185,6 +192,7 @@ class LayerPlan:
         kept: Kept,
         weight: Tensor | None,
         main_grad: Tensor | None,
+        seed: LayerSeed | None = None,
     ) -> Gradients | None:
         """Those of x, weight and bias that ``needs`` asks for; that of the weight is added to
         ``main_grad``, if there is one. None where torch looks on, or where kernels do not do all of
@@ -201,7 +209,7 @@ class LayerPlan:
         if (dgrad, wgrad) not in self._backward:
             self._backward[dgrad, wgrad] = self._plan_backward(dgrad, wgrad)
         plan = self._backward[dgrad, wgrad]
-        return None if plan is None else plan(grad, kept, weight, bias_grad, main_grad)
+        return None if plan is None else plan(grad, kept, weight, bias_grad, main_grad, seed)
 
     def _plan_backward(self, dgrad: bool, wgrad: bool) -> BackwardPlan | None:
         return attempt(BackwardPlan, self._layer, self._x, dgrad, wgrad)
@@ -218,7 +226,7 @@ class FpropPlan:
     Raises as :class:`LayerPlan`.
     """
 
-    def __init__(self, layer: Layer, x: MatrixLaunch, bias: Tensor | None) -> None:
+    def __init__(self, layer: Layer, x: OperandLaunch, bias: Tensor | None) -> None:
         shape = *layer.metadata.x_shape[:-1], layer.weight[0][0]
         self._weight = layer.weight_launch(-1)
         self._multiply = ProductLaunch(
@@ -231,10 +239,16 @@ class FpropPlan:
         )
 
     def __call__(
-        self, rows: Parts, weight: Tensor, bias: Tensor | None, *, dgrad: bool = False
+        self,
+        rows: Parts,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        dgrad: bool = False,
+        seed: LayerSeed | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """The product, and the weight's global scale."""
-        w = self._weight(weight, dgrad=dgrad)
+        w = self._weight(weight, dgrad=dgrad, seed=seed_of(seed, "weights"))
         return self._multiply(rows, w, None if bias is None else bias.detach()), w.global_scale
 
 
@@ -245,10 +259,10 @@ class BackwardPlan:
     Raises as :class:`LayerPlan`.
     """
 
-    def __init__(self, layer: Layer, x: MatrixLaunch, dgrad: bool, wgrad: bool) -> None:
+    def __init__(self, layer: Layer, x: OperandLaunch, dgrad: bool, wgrad: bool) -> None:
         self._x, (x_dtype, w_dtype, self._bias_dtype) = x, layer.metadata.dtypes
         x_shape, device = layer.metadata.x_shape, layer.device
-        self._quantize: MatrixLaunch | None = None
+        self._quantize: OperandLaunch | None = None
         self._dgrad: ProductLaunch | None = None
         self._wgrad: ProductLaunch | None = None
         if not (dgrad or wgrad):
@@ -258,6 +272,7 @@ class BackwardPlan:
         g = self._quantize = layer.quantizer(rows, "gradients", rows=dgrad, columns=wgrad)
         if dgrad:
             self._weight = layer.weight_launch(-2)
+            self._one_scale = layer.metadata.recipe.operand("weights").has_one_global_scale
             operands = ProductOperand(g, -1), ProductOperand(self._weight.launch, -2)
             self._dgrad = ProductLaunch(*operands, None, x_dtype, x_shape, device)
         if wgrad:
@@ -271,6 +286,7 @@ class BackwardPlan:
         weight: Tensor | None,
         bias_grad: bool,
         main_grad: Tensor | None = None,
+        seed: LayerSeed | None = None,
     ) -> Gradients:
         """The gradients of x, weight and bias; that of the weight is added to ``main_grad``, if
         there is one, and is None."""
@@ -278,11 +294,13 @@ class BackwardPlan:
         of_x = of_weight = of_bias = rows = g_columns = None
         g = _matrix(grad)
         if self._quantize is not None:
-            rows, g_columns = self._quantize(g)
+            rows, g_columns = self._quantize(g, None, seed_of(seed, "gradients"))
         if self._dgrad is not None:
             assert rows is not None
             assert weight is not None
-            of_x = self._dgrad(rows, self._weight(weight, global_scale))
+            scale = global_scale if self._one_scale else None
+            w = self._weight(weight, scale, seed=seed_of(seed, "weights"))
+            of_x = self._dgrad(rows, w)
         del rows  # the peak of memory is in the product to come
         if self._wgrad is not None:
             assert g_columns is not None

@@ -57,7 +57,7 @@ def linear(
     key = plan_key(x, weight, bias, recipe)
     plan = find_plan(key)
     if plan is not None:
-        return _planned(plan, x, weight, bias)
+        return _planned(plan, x, weight, bias, seed)
     check_linear(x, weight, bias, recipe)
     _check_seed(seed, recipe)
     out_dtype = output_dtype(x)
@@ -75,7 +75,7 @@ def linear(
     dgrad, wgrad = trains and x.requires_grad, trains and weight.requires_grad
     plan = make_plan(key, x, weight, bias, recipe, out_dtype, columns=wgrad)
     if plan is not None:
-        return _planned(plan, x, weight, bias)
+        return _planned(plan, x, weight, bias, seed)
     if not (dgrad or wgrad or "fprop" in recipe.high_precision):
         hint_at_reuse(weight)
     given = x, weight, bias, recipe, out_dtype
@@ -97,15 +97,17 @@ class _Zeros(torch.autograd.Function):
         return grad
 
 
-def _planned(plan: LayerPlan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _planned(
+    plan: LayerPlan, x: Tensor, weight: Tensor, bias: Tensor | None, seed: LayerSeed | None
+) -> Tensor:
     """The layer, by the launches of a call like this one."""
     trains = torch.is_grad_enabled()
     dgrad, wgrad = trains and x.requires_grad, trains and weight.requires_grad
     if not (dgrad or wgrad):
         hint_at_reuse(weight)
         if not (trains and bias is not None and bias.requires_grad):
-            return plan.forward(x, weight, bias)[0]
-    return PlannedLinear.apply(x, weight, bias, plan, dgrad)
+            return plan.forward(x, weight, bias, seed=seed)[0]
+    return PlannedLinear.apply(x, weight, bias, plan, dgrad, seed)
 
 
 def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> None:

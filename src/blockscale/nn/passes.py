@@ -17,7 +17,7 @@ from .main_grad import add_product
 from .operand import Operand
 from .recipe import PRODUCTS, PRODUCTS_OF, Recipe
 from .reuse import quantized_weight
-from .seeds import LayerSeed, OperandSeed
+from .seeds import LayerSeed, seed_of
 
 __all__ = [
     "data_gradient",
@@ -27,7 +27,6 @@ __all__ = [
     "multiply",
     "quantized_activations",
     "quantized_products",
-    "seed_of",
     "unflatten_rows",
     "weight_gradient",
 ]
@@ -55,11 +54,6 @@ def _tell(role: str, x: Tensor, how: Operand, forms: Forms) -> None:
     products = PRODUCTS_OF[role]
     for product, form, each in zip(products, forms, (how.rows, how.columns), strict=True):
         observing.saw(role, x if each.hadamard is None else None, **{product: form})
-
-
-def seed_of(seed: LayerSeed | None, role: str) -> OperandSeed | None:
-    """That of an operand of this role."""
-    return None if seed is None else OperandSeed(seed, role)
 
 
 def matrix_of(x: Tensor) -> Tensor:

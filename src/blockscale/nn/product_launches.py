@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -17,18 +17,28 @@ from ..kernels.common.template import template
 from ..ops import gemm_kernels
 from ..ops.gemm_operands import Side, global_scales
 from ..tensor import ScaledTensor
-from .quantize_launches import Parts, QuantizeLaunch
+from .quantize_launches import Parts
 
 __all__ = ["ProductLaunch", "ProductOperand"]
 
 _META = torch.device("meta")
 
 
+class Quantizes(Protocol):
+    """What quantizes an operand, see :class:`QuantizeLaunch`."""
+
+    is_grouped: bool
+
+    def unwritten(self, axis: int) -> Parts: ...
+
+    def form(self, parts: Parts, axis: int, offsets: Tensor | None = None) -> ScaledTensor: ...
+
+
 class ProductOperand(NamedTuple):
     """An operand of a product: what quantizes it along which axis, and whether its transpose is
     multiplied."""
 
-    launch: QuantizeLaunch
+    launch: Quantizes
     axis: int
     turned: bool = False
 

@@ -20,12 +20,22 @@ from ..memory import as_bytes
 from ..ops.fused import added_up, partial_sums
 from ..ops.operand_layout import OperandLayout, operand_layout
 from ..ops.quantize import written_layouts
+from ..quantization import PLAIN, Quantization
 from ..quantize import wrap
 from ..quantize_checks import Arguments, check_call
 from ..tensor import ScaledTensor
 from .recipe import Recipe
+from .seeds import OperandSeed
 
-__all__ = ["Asked", "Grouped", "GroupedLaunch", "MatrixLaunch", "Parts", "QuantizeLaunch"]
+__all__ = [
+    "Asked",
+    "Grouped",
+    "GroupedLaunch",
+    "MatrixLaunch",
+    "Parts",
+    "QuantizeLaunch",
+    "parts_of_axis",
+]
 
 _META = torch.device("meta")
 _SIGHTS = 64  # ways in which matrices of one shape lie
@@ -41,12 +51,15 @@ class Parts(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """What is asked for of an operand: its forms along ``axes``."""
+    """What is asked for of an operand: its forms along ``axes``, and what is done to ``rows`` and
+    ``columns``."""
 
     device: torch.device
     format: Format
     scale_rounding: str | None
     axes: tuple[int, ...]
+    rows: Quantization = PLAIN
+    columns: Quantization = PLAIN
 
     @classmethod
     def of(
@@ -58,12 +71,31 @@ class Asked(NamedTuple):
         rows: bool = False,
         columns: bool = False,
     ) -> Asked:
-        """As the recipe says, of operands that play this role; Unsupported where more is done to
-        them than rounding to nearest."""
+        """As the recipe says, of operands that play this role."""
         axes = (-1,) * rows + (-2,) * columns
-        if not recipe.operand(role).is_plain:
-            raise Unsupported(f"recipe: {role} are not only rounded to nearest")
-        return cls(device, recipe.format_of(role), recipe.scale_rounding, axes)
+        operand = recipe.operand(role)
+        of_axes = operand.rows, operand.columns
+        return cls(device, recipe.format_of(role), recipe.scale_rounding, axes, *of_axes)
+
+    def quantization(self, axis: int) -> Quantization:
+        """What is done along an axis."""
+        return self.rows if axis == -1 else self.columns
+
+    def along(self, axis: int) -> Asked:
+        """The form along one axis alone."""
+        return self._replace(axes=(axis,))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all that is asked for is rounded to nearest."""
+        return all(self.quantization(axis) == PLAIN for axis in self.axes)
+
+    @property
+    def alike(self) -> bool:
+        """Whether one read gives all that is asked for."""
+        first = self.quantization(self.axes[0])
+        alone = len(self.axes) == 1
+        return alone or (first.hadamard is None and self.rows == self.columns)
 
     @property
     def layout(self) -> OperandLayout:
@@ -103,7 +135,7 @@ class QuantizeLaunch:
         asked: Asked,
         layout: OperandLayout,
     ) -> None:
-        (device, format, rounding, axes), dtype = asked, inputs[0][2]
+        (device, format, rounding, axes, *_), dtype = asked, inputs[0][2]
         (name, k_major), layouts = layout, (layout.layout,) * len(axes)
         given = Arguments(axes, format.name, rounding, layouts, pad=True, k_major=k_major)
         self._call = check_call(shape, dtype, given, self.is_grouped)
@@ -129,8 +161,11 @@ class QuantizeLaunch:
         plan = quantizers.plan_quantize(inputs, *where, request, scaled, *of_groups)
         if not scaled:
             return plan, None
-        of_amax = quantizers.Request(format.name, producer=request.producer)
-        return plan, quantizers.plan_amax(inputs, *where, of_amax)
+        return plan, quantizers.plan_amax(inputs, *where, self._amax_request(request))
+
+    def _amax_request(self, request: quantizers.Request) -> quantizers.Request:
+        """What finds the global scale of what is asked for."""
+        return quantizers.Request(request.format, producer=request.producer)
 
     def _request(
         self, request: quantizers.Request
@@ -191,14 +226,16 @@ class MatrixLaunch(QuantizeLaunch):
         super().__init__((x,), shape, asked, layout)
 
     def __call__(
-        self, x: Tensor, global_scale: Tensor | None = None
+        self, x: Tensor, global_scale: Tensor | None = None, seed: OperandSeed | None = None
     ) -> tuple[Parts | None, Parts | None]:
-        """The parts along rows and along columns of ``x``, which has no gradient."""
+        """The parts along rows and along columns of ``x``, which has no gradient; nothing depends
+        on a ``seed``."""
         plan, amax = self._find(describe(x))
         if amax is not None and global_scale is None:
             global_scale = amax.global_scale((x,))
         row, row_scale, column, column_scale = plan.quantize((x,), global_scale, None)
-        return _parts(row, row_scale, global_scale), _parts(column, column_scale, global_scale)
+        rows = parts_of_axis(row, row_scale, global_scale)
+        return rows, parts_of_axis(column, column_scale, global_scale)
 
 
 class GroupedLaunch(QuantizeLaunch):
@@ -207,6 +244,8 @@ class GroupedLaunch(QuantizeLaunch):
     is_grouped = True
 
     def __init__(self, inputs: tuple[Described, ...], grouped: Grouped, asked: Asked) -> None:
+        if not asked.is_plain:
+            raise Unsupported("quantization: groups are rounded to nearest alone")
         self._grouped = grouped
         # products of groups want columns with the contraction contiguous, whatever others do
         layout = asked.layout._replace(k_major=-2 in asked.axes)
@@ -234,11 +273,14 @@ class GroupedLaunch(QuantizeLaunch):
         given = inputs, global_scale, offsets, gather, (weights, sums)
         row, row_scale, column, column_scale = plan.quantize(*given)
         of_weights = None if sums is None else added_up(sums, len(inputs[0]))
-        rows = _parts(row, row_scale, global_scale)
-        return rows, _parts(column, column_scale, global_scale), of_weights
+        rows = parts_of_axis(row, row_scale, global_scale)
+        return rows, parts_of_axis(column, column_scale, global_scale), of_weights
 
 
-def _parts(data: Tensor | None, scale: Tensor | None, global_scale: Tensor | None) -> Parts | None:
+def parts_of_axis(
+    data: Tensor | None, scale: Tensor | None, global_scale: Tensor | None
+) -> Parts | None:
+    """Of what a kernel has written along an axis, if it was asked for."""
     if data is None or scale is None:
         return None
     return Parts(data.view(torch.uint8), scale, global_scale)

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..hadamard import Hadamard
+from ..rounding import random_bits
 from ..seed import Numbers, Seed
 from ..watching import is_transformed
 from .recipe import PRODUCTS_OF, Recipe
@@ -19,11 +21,14 @@ __all__ = [
     "LayerSeed",
     "OperandSeed",
     "Stepping",
+    "needed",
     "number_of",
     "numbers_of",
     "rounding_step",
+    "seed_of",
     "seed_of_numbers",
     "set_rounding_step",
+    "with_signs",
 ]
 
 #: What numbers of a layer are for: operands, and signs of products.
@@ -68,6 +73,29 @@ class OperandSeed(NamedTuple):
         """Of the signs of a transform along ``axis``, which both operands of a product share."""
         product = PRODUCTS_OF[self.role][axis == -2]
         return Numbers(self.layer.number(product), self.layer.step, 0, 0, 0)
+
+
+def seed_of(seed: LayerSeed | None, role: str) -> OperandSeed | None:
+    """That of an operand of this role."""
+    return None if seed is None else OperandSeed(seed, role)
+
+
+def needed(seed: OperandSeed | None) -> OperandSeed:
+    """ValueError where there is none, and an operand depends on it."""
+    if seed is None:
+        raise ValueError(
+            "seed: got None, and the recipe rounds stochastically; pass a blockscale.nn."
+            "LayerSeed(value, step), or call a layer, which has one for each step"
+        )
+    return seed
+
+
+def with_signs(x: Tensor, axis: int, hadamard: Hadamard, seed: OperandSeed) -> Tensor:
+    """``x`` with the signs of a transform along ``axis`` in this step: exact in any dtype."""
+    size = hadamard.size
+    drawn = random_bits(seed.signs(axis), torch.empty(size, device=x.device))
+    signs = (1 - 2 * (drawn & 1)).to(x.dtype).repeat(x.shape[axis] // size)
+    return x * (signs if axis == -1 else signs[:, None])
 
 
 def numbers_of(seed: LayerSeed | None) -> tuple[list[int] | None, Tensor | None]:

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from ..kernels.common.runtime import Described
-from .quantize_launches import Asked, MatrixLaunch, Parts
+from .method_launches import operand_launch
+from .quantize_launches import Asked, Parts
 from .recipe import Recipe
 from .reuse import is_reusing, quantized_weight
+from .seeds import OperandSeed
 
 __all__ = ["WeightLaunch"]
 
@@ -36,14 +38,19 @@ class WeightLaunch:
         self._which: Any = {"rows": axis == -1, "columns": axis == -2}
         asked = Asked.of(recipe, "weights", device, **self._which)
         self._operand = recipe.operand("weights")
-        self.launch = MatrixLaunch(weight, asked)
+        self.launch = operand_launch(weight, asked)
 
     def __call__(
-        self, weight: Tensor, global_scale: Tensor | None = None, *, dgrad: bool = False
+        self,
+        weight: Tensor,
+        global_scale: Tensor | None = None,
+        *,
+        dgrad: bool = False,
+        seed: OperandSeed | None = None,
     ) -> Parts:
         """Its parts; ``dgrad`` as of :func:`quantized_weight`."""
         if not (self._reuses and is_reusing()):
-            rows, columns = self.launch(weight.detach(), global_scale)
+            rows, columns = self.launch(weight.detach(), global_scale, seed)
             parts = rows or columns
             assert parts is not None
             return parts
@@ -53,6 +60,7 @@ class WeightLaunch:
             **self._which,
             global_scale=global_scale,
             dgrad=dgrad,
+            seed=seed,
         )
         form = forms.rows if self._axis == -1 else forms.columns
         assert form is not None
