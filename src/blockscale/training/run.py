@@ -83,6 +83,8 @@ def train(
     Of ``ranks`` that share the run all call this, and all return what was measured.
     """
     began = time.perf_counter()
+    if settings.compile:  # graphs of other recipes count against the limit of a block's
+        torch.compiler.reset()
     ranks = ranks or Ranks(torch.device(settings.device))
     model = _model(RECIPES[name], seed, settings).to(ranks.device)
     ranks.shard(model)
