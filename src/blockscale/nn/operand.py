@@ -36,6 +36,11 @@ class Operand(NamedTuple):
     def is_transformed(self) -> bool:
         return self.rows.hadamard is not None or self.columns.hadamard is not None
 
+    @property
+    def has_one_global_scale(self) -> bool:
+        """Whether both forms have the global scale of the same elements, found alike."""
+        return not self.is_transformed and self.rows.scaling == self.columns.scaling
+
     def contraction(self, axis: int, size: int) -> int:
         """Elements along ``axis``, with the zeros that fill the last block of a transform."""
         hadamard = (self.rows if axis == -1 else self.columns).hadamard
