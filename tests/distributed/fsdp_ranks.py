@@ -31,11 +31,12 @@ import blockscale as bs
 from blockscale.distributed import gather_quantized, quantizer, shard_ops
 from blockscale.distributed.gathered_weight import GatheredWeight
 from blockscale.distributed.quantizer import Quantizer
+from blockscale.nn.nvfp4 import METHODS
 from blockscale.ops.operand_layout import OperandLayout
 
 WIDE, STEPS = 512, 4
-#: Recipe, dtype that weights are gathered in, whether they are sharded after the forward, and what
-#: else.
+#: Recipe, or method of Recipe.nvfp4, dtype that weights are gathered in, whether they are sharded
+#: after the forward, and what else.
 CASES: dict[str, tuple[str, torch.dtype | None, bool, str]] = {
     "mxfp8": ("mxfp8", None, True, ""),
     "mxfp8 bf16": ("mxfp8", torch.bfloat16, True, ""),
@@ -46,6 +47,9 @@ CASES: dict[str, tuple[str, torch.dtype | None, bool, str]] = {
     "fp8_block": ("fp8_block", torch.bfloat16, True, ""),
     "nvfp4": ("nvfp4", torch.bfloat16, True, ""),
     "nvfp4 kept": ("nvfp4", None, False, ""),
+    "nvidia": ("nvidia", torch.bfloat16, True, ""),
+    "four_over_six": ("four_over_six", torch.bfloat16, True, ""),
+    "ms_eden": ("ms_eden", torch.bfloat16, True, ""),
     "odd": ("mxfp8", torch.bfloat16, True, "odd"),
     "meta": ("mxfp8", torch.bfloat16, True, "meta"),
     "mxfp8 tiles": ("mxfp8", torch.bfloat16, True, "tiles"),
@@ -68,6 +72,7 @@ COMPILED = {
     "fp8_block": "aot_eager",
     "nvfp4": "aot_eager",
     "nvfp4 kept": "aot_eager_decomp_partition",
+    "four_over_six": "aot_eager",
     "odd": "aot_eager",
 }
 
@@ -110,7 +115,8 @@ def make_model(
     blocks = nn.Sequential(*(Block(hidden, "checkpoint" in more) for _ in range(2)))
     if more == "meta":
         blocks = blocks.to("meta")
-    model = bs.convert(blocks, bs.Recipe(recipe)).to("meta" if more == "meta" else device)
+    how = bs.Recipe.nvfp4(recipe) if recipe in METHODS else bs.Recipe(recipe)
+    model = bs.convert(blocks, how).to("meta" if more == "meta" else device)
     if backend:
         for block in model:
             block.compile(fullgraph=True, backend=backend)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -214,6 +215,31 @@ def test_converted_back_and_by_another_recipe():
 def test_the_step_follows_its_layer():
     module = layer().to("meta")
     assert module.rounding_step.device.type == "meta"
+    with patch.object(torch, "empty_like", torch.ones_like):  # what memory may hold
+        assert module.to_empty(device="cpu").rounding_step == 0
+    bs.nn.set_rounding_step(module, 3)
+    assert module.half().rounding_step == 3
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_weights_that_are_assigned_bring_a_step(method):
+    recipe = bs.Recipe.nvfp4(method)
+    loaded, given = layer(recipe=recipe).to("meta"), (random(32, 64), random(32, 48, seed=1))
+    loaded.load_state_dict(layer(recipe=recipe).state_dict(), assign=True)
+    for a, b in zip(step(loaded, *given), step(layer(recipe=recipe), *given), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_layers_that_are_converted_for_inference_train():
+    with torch.inference_mode():
+        module = torch.nn.Sequential(torch.nn.Linear(64, 48))
+    with torch.inference_mode(False):
+        module[0].weight = torch.nn.Parameter(random(48, 64))
+        module[0].bias = None
+    with torch.inference_mode():
+        bs.convert(module, NVFP4)
+    step(module[0], random(32, 64), random(32, 48))
+    assert module[0].rounding_step == 1
 
 
 def test_function_transforms_take_the_step_as_it_is():
@@ -230,19 +256,76 @@ def test_function_transforms_take_the_step_as_it_is():
     assert torch.equal(found, bs.gemm(g, w, torch.float32))
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_samples_and_models_of_a_batch(method):
+    """Each as if it were alone: gradients of samples, and models whose steps differ."""
+    recipe = bs.Recipe.nvfp4(method)
+    module, x, g = layer(recipe=recipe, bias=False), random(3, 16, 64), random(3, 16, 48, seed=1)
+
+    def loss(weight, x, g):
+        return (torch.func.functional_call(module, {"weight": weight}, (x,)) * g).sum()
+
+    weight = module.weight.detach()
+    each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(weight, x, g)
+    for sample, *given in zip(each, x, g, strict=True):
+        assert torch.equal(sample, torch.func.grad(loss)(weight, *given))
+    twins = [copy.deepcopy(module) for _ in range(3)]
+    for i, twin in enumerate(twins):
+        bs.nn.set_rounding_step(twin, i)
+
+    def of_model(states, x, g):
+        def loss(x):
+            return (torch.func.functional_call(module, states, (x,)) * g).sum()
+
+        return torch.func.grad(loss)(x)
+
+    states = torch.func.stack_module_state(twins)
+    found = torch.func.vmap(of_model, in_dims=(0, None, None))(states, x[0], g[0])
+    for i, one in enumerate(found):
+        state = {**dict(twins[i].named_parameters()), **dict(twins[i].named_buffers())}
+        torch.testing.assert_close(one, of_model(state, x[0], g[0]))  # another order of sums
+    assert (found[0] - found[1]).norm() > 0.1 * found[0].norm()
+
+
+def test_samples_are_rounded_by_numbers_of_their_own():
+    """As no format with a global scale would be."""
+    recipe = bs.Recipe("mxfp8", quantization={"activations": bs.Quantization(stochastic=True)})
+    module, x = layer(recipe=recipe), random(3, 16, 64)
+    found = torch.func.vmap(module)(x)
+    assert torch.equal(found, torch.stack([torch.func.vmap(module)(each[None])[0] for each in x]))
+
+
 def test_products_in_high_precision():
     recipe = bs.Recipe("nvfp4", high_precision=("wgrad",), quantization=dict(NVFP4.quantization))
     module, x, g = layer(recipe=recipe, bias=False), random(32, 64), random(32, 48, seed=1)
     assert torch.equal(step(module, x, g)[2], g.mT @ x)
 
 
-def test_weights_are_reused():
-    module, x, g = layer(), random(32, 64), random(32, 48, seed=1)
-    expected = step(module, x, g)
+@pytest.mark.parametrize("done", [{"hadamard": RHT}, {"scaling": "four_over_six"}])
+@pytest.mark.parametrize("compiles", [False, True])
+def test_dgrad_has_a_global_scale_of_its_own(done, compiles):
+    """Where fprop's is of other elements, or leaves other room: outliers would saturate."""
+    of_fprop = dict.fromkeys(("activations.fprop", "weights.fprop"), bs.Quantization(**done))
+    module, g = layer(recipe=bs.Recipe("nvfp4", quantization=of_fprop), bias=False), random(32, 48)
+    with torch.no_grad():
+        module.weight[3, 5] = 100
+    x = random(32, 64).requires_grad_()
+    torch.compiler.reset()
+    (torch.compile(module, backend="aot_eager") if compiles else module)(x).backward(g)
+    operands = bs.quantize(g, "nvfp4"), bs.quantize(module.weight.detach(), "nvfp4", -2)
+    assert torch.equal(x.grad, bs.gemm(*operands, torch.float32))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_weights_are_reused(method):
+    """But for those whose signs are of a step, as their gradient's are."""
+    module, x, g = layer(recipe=bs.Recipe.nvfp4(method)), random(32, 64), random(32, 48, seed=1)
+    expected = [step(module, x, g) for _ in range(3)]
     bs.nn.set_rounding_step(module, 0)
     with bs.reuse_weights():
-        for a, b in zip(step(module, x, g), expected, strict=True):
-            assert torch.equal(a, b)
+        for each in expected:
+            for a, b in zip(step(module, x, g), each, strict=True):
+                assert torch.equal(a, b)
 
 
 def test_for_inference_the_forward_has_the_same_bits():

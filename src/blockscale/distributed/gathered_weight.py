@@ -342,7 +342,7 @@ def gather_quantized(
         if any(each.recipe != recipe for _, each in layers):
             continue
         operand = recipe.operand("weights")
-        if operand.is_random or operand.is_transformed:
+        if operand.is_random or not operand.has_one_global_scale:
             continue  # ranks would round, and transform, shards by themselves
         made = _made_of(weight, recipe, f"{name}.weight")
         parameter = nn.Parameter(made, requires_grad=weight.requires_grad)

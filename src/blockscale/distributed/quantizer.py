@@ -25,7 +25,7 @@ __all__ = ["Quantizer", "warn_of_cut_blocks"]
 
 class Quantizer(NamedTuple):
     """Quantizes shards of a matrix, as the product has it that reads it: neither transformed nor
-    rounded stochastically.
+    rounded stochastically, by one global scale.
 
     Attributes:
         mesh: its ranks have other parts of the matrix, beside those of the group that gathers.
@@ -49,7 +49,8 @@ class Quantizer(NamedTuple):
         # columns lie in memory as products read them: to turn them later costs as much again
         k_major = axis == -2 and operand_layout(self.format, x.device).k_major
         how: dict[str, Any] = {"global_scale": global_scale, "layout": layout, "pad": True}
-        how["square"] = (self.operand.rows if axis == -1 else self.operand.columns).square
+        quantization = self.operand.rows if axis == -1 else self.operand.columns
+        how |= {"square": quantization.square, "scaling": quantization.scaling}
         rounding = self.operand.scale_rounding
         return quantize(x, self.format, axis, scale_rounding=rounding, k_major=k_major, **how)
 
@@ -64,7 +65,8 @@ class Quantizer(NamedTuple):
         rises with amax. Shards without values, as of empty ranks, have none."""
         if not get_format(self.format).has_global_scale:
             return None
-        found = global_scale(shard if shard.numel() else shard.new_zeros(1, 1), self.format)
+        some = shard if shard.numel() else shard.new_zeros(1, 1)
+        found = global_scale(some, self.format, scaling=self.operand.rows.scaling)
         found = torch.where((shard.isfinite() & (shard != 0)).any(), found, 0)
         for each in (group, *(() if self.mesh is None else (self.mesh.get_group(),))):
             found = all_reduce(found, "max", each)

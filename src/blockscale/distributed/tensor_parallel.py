@@ -222,10 +222,11 @@ def _check_blocks(layer: Linear, mesh: DeviceMesh, dim: int) -> None:
                 "nearest, as Recipe('nvfp4'), or share the model by FSDP"
             )
     weights = recipe.operand("weights")
-    if weights.is_random or weights.is_transformed:
+    if weights.is_random or not weights.has_one_global_scale:
         raise NotImplementedError(
-            "recipe: weights are rounded stochastically, or transformed, which layers over ranks "
-            "do not do; convert these layers by a recipe that rounds them to nearest"
+            "recipe: weights are rounded stochastically, transformed, or have another scaling in "
+            "dgrad than in fprop, which layers over ranks do not do; convert these layers by a "
+            "recipe that rounds them to nearest, alike in both"
         )
     roles = "weights", "gradients" if dim == 0 else "activations"
     block = max(max(get_format(recipe.format_of(role).name).block) for role in roles)

@@ -40,8 +40,8 @@ def quantize_forms(
     They lie in memory as its device multiplies them, a batch as products of groups read it. The
     contraction is padded with zeros to whole blocks, and to those of a transform: a form that is
     transformed has the shape of what was padded. ``global_scale`` is that of a form made before,
-    which was not transformed: NVFP4's costs a read of ``x``. ``seed``: for an operand that is
-    rounded stochastically.
+    of an operand that has one for both: NVFP4's costs a read of ``x``. ``seed``: for an operand
+    that is rounded stochastically.
     """
     if not (rows or columns):
         return Forms()
@@ -74,7 +74,7 @@ def _arguments(
 ) -> dict[str, Any]:
     """Of ``quantize``."""
     found: dict[str, Any] = {"square": quantization.square, "scaling": quantization.scaling}
-    if global_scale is not None and quantization.hadamard is None:
+    if global_scale is not None:
         found["global_scale"] = global_scale
     if quantization.is_random:
         found["seed"] = needed(seed).of(shape)

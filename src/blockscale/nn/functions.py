@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from . import observing, passes
 from .double_backward import refuse_double_backward
@@ -237,20 +238,20 @@ class TransformedLinear(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
         """Samples are rows of one product where they share the weight, else products of their own:
-        so are those whose format has a global scale. Each has the bits of its own call.
+        so are those whose format has a global scale, and what is rounded by the numbers of rows.
+        Each has the bits of its own call.
         """
-        x_dim, *others = in_dims
-        x, *rest = inputs
+        given, tree = tree_flatten(inputs)  # the seed has a tensor, too
+        x_dim, *others = dims = tree_leaves(in_dims)
+        x, recipe = inputs[0], inputs[3]
         shared = x_dim is not None and not any(dim is not None for dim in others)
-        if shared and not rest[2].format_of("activations").has_global_scale:
-            return TransformedLinear.apply(x.movedim(x_dim, 0), *rest), 0
-        alone = [
-            TransformedLinear.apply(
-                *(
-                    v if dim is None else v.select(dim, i)
-                    for v, dim in zip(inputs, in_dims, strict=True)
-                )
-            )
-            for i in range(info.batch_size)
-        ]
+        depends = recipe.format_of("activations").has_global_scale or recipe.is_random
+        if shared and not depends:
+            return TransformedLinear.apply(x.movedim(x_dim, 0), *inputs[1:]), 0
+        alone = []
+        for i in range(info.batch_size):
+            of_sample = [
+                v if dim is None else v.select(dim, i) for v, dim in zip(given, dims, strict=True)
+            ]
+            alone.append(TransformedLinear.apply(*tree_unflatten(of_sample, tree)))
         return torch.stack(alone), 0

@@ -132,7 +132,8 @@ def _check_seed(seed: object, recipe: Recipe) -> None:
     if seed is None and recipe.is_random:
         raise ValueError(
             "seed: got None, and the recipe rounds stochastically; pass a blockscale.nn.LayerSeed("
-            "value, step), or use blockscale.nn.Linear, which counts steps"
+            "value, step), or give the recipe to blockscale.convert or blockscale.nn.Linear, whose "
+            "layers count steps (those whose .recipe was set by hand do not)"
         )
 
 

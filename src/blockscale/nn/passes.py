@@ -169,7 +169,8 @@ def data_gradient(
     if not isinstance(g, ScaledTensor):
         return (g @ weight.to(g.dtype)).to(dtype)
     operand = recipe.operand("weights")
-    w = quantize_weight(weight, operand, columns=True, global_scale=global_scale).columns
+    scale = global_scale if operand.has_one_global_scale else None
+    w = quantize_weight(weight, operand, columns=True, global_scale=scale).columns
     assert w is not None
     _tell("weights", weight, operand, Forms(columns=w))
     return gemm(g, w, dtype)

@@ -74,7 +74,8 @@ def reuse_weights() -> Iterator[None]:
     and into the shards of a weight that FSDP has gathered in high precision. Blocks nest: the
     outermost ends the reuse. A block that is open in one thread holds in all of them.
     Compiled code, captured CUDA graphs and torch.func transforms quantize in every pass; shards
-    that FSDP gathers for compiled code are kept, as they are quantized outside of it.
+    that FSDP gathers for compiled code are kept, as they are quantized outside of it. Weights that
+    a recipe rounds stochastically, or gives random signs (``"ms_eden"``), are made in every pass.
     """
     global _blocks, _number
     _number += not _blocks
@@ -114,7 +115,9 @@ def quantized_weight(
             return forms
         weight = weight.master  # type: ignore[attr-defined]
     given: Any = {"global_scale": global_scale, "seed": seed}
-    if not unwatched() or not _blocks or not _can_be_kept(weight):
+    # what is drawn anew in each pass has the signs of the other operand, of this pass alone
+    keeps = unwatched() and _blocks and not operand.is_random and _can_be_kept(weight)
+    if not keeps:
         return quantize_forms(weight, operand, rows=rows, columns=columns, **given)
     rows, columns = rows or dgrad, columns or dgrad
     kept, key = _kept_of(weight), (operand, _stream(weight))

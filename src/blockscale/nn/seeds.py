@@ -4,8 +4,8 @@ device, so that replays of a CUDA graph differ."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -127,9 +127,28 @@ class Stepping(torch.nn.Module):
         if recipe is None or not recipe.is_random:
             self._buffers.pop("rounding_step", None)
         elif not self.has_steps:
-            device = next((p.device for p in self.parameters()), None)
+            self._begin_steps()
+
+    def _begin_steps(self) -> None:
+        """At 0, where the parameters are."""
+        device = next((p.device for p in self.parameters()), None)
+        with torch.inference_mode(False):  # what counts later may do so outside
             step = torch.zeros((), dtype=torch.int64, device=device)
-            self.register_buffer("rounding_step", step, persistent=False)
+        self.register_buffer("rounding_step", step, persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """A step on the meta device has no value, and ``to_empty`` gives it none."""
+        begins = self.has_steps and self.rounding_step.is_meta
+        super()._apply(fn, recurse)
+        if begins and not self.rounding_step.is_meta:
+            self.rounding_step.zero_()
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Nor does what is assigned to a layer on the meta device."""
+        super()._load_from_state_dict(*args, **kwargs)
+        if self.has_steps and self.rounding_step.is_meta:
+            self._begin_steps()
 
     @property
     def has_steps(self) -> bool:
