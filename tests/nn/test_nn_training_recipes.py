@@ -41,8 +41,9 @@ def step(module, x, g):
     return y.detach(), x.grad, module.weight.grad.clone()
 
 
-def value_of(name, role):
-    return number_of(name) * 8 + ("activations", "weights", "gradients").index(role)
+def value_of(role):
+    """A recipe's layers have one key for each role, and count from numbers of their own on."""
+    return ("activations", "weights", "gradients").index(role)
 
 
 # --- what is done ---------------------------------------------------------------------------------
@@ -61,7 +62,7 @@ def test_what_nvidia_does_to_each_operand(rows):
     w = module.weight.detach()
     expected = bs.gemm(nvfp4(x, -1), nvfp4(w, -1, square=True).mT, torch.float32, bias=module.bias)
     assert torch.equal(y, expected)
-    seed = bs.Seed(value_of("proj", "gradients"), step=1)
+    seed = bs.Seed(value_of("gradients"), step=number_of("proj") + 1)
     g_rows, w_columns = nvfp4(g, -1, seed=seed), nvfp4(w, -2, square=True)
     assert torch.equal(dgrad, bs.gemm(g_rows, w_columns, torch.float32))
     whole = [torch.nn.functional.pad(t, (0, 0, 0, -rows % 16)) for t in (g, x)]
@@ -100,6 +101,28 @@ def test_layers_have_numbers_of_their_own():
     assert torch.equal(step(layer(name="a"), *given)[1], step(layer(name="a"), *given)[1])
 
 
+def test_compiled_code_is_the_same_for_all_layers():
+    """Which would else be compiled anew for each, up to torch's limit."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    blocks = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64)) for _ in range(12)))
+    bs.convert(blocks, NVFP4)
+    for block in blocks:
+        block.compile(fullgraph=True, backend="aot_eager")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        blocks(random(32, 64).requires_grad_()).square().mean().backward()
+    assert bs.nn.rounding_step(blocks) == 1
+
+
+def test_converting_again_keeps_the_count():
+    module, given = layer(), (random(32, 64), random(32, 48, seed=1))
+    model = torch.nn.ModuleDict({"other": module})
+    step(module, *given)
+    bs.convert(model, bs.Recipe.nvfp4("ms_eden"))
+    assert bs.nn.rounding_step(model) == 1
+    assert module.rounding_step == number_of("other") + 1
+
+
 def test_ranks_round_their_rows_as_one_does_all():
     """Given one global scale: that of each rank is that of its own rows."""
     g, now = random(64, 48), torch.tensor(5)
@@ -129,12 +152,14 @@ def test_what_ms_eden_does_to_each_operand(rows):
         more = -t.shape[axis] % 128
         t = torch.nn.functional.pad(t, (0, more) if axis == -1 else (0, 0, 0, more))
         purposes = ("activations", "weights", "gradients", "fprop", "dgrad", "wgrad")
-        number = number_of("proj") * 8 + purposes.index(product)
-        bits = random_bits(Numbers(number, 1, 0, 0, 0), torch.empty(128))
+        numbers = Numbers(purposes.index(product), number_of("proj") + 1, 0, 0, 0)
+        bits = random_bits(numbers, torch.empty(128))
         signs = torch.where(bits % 2 == 1, -1.0, 1.0).repeat(t.shape[axis] // 128)
         t = t * (signs if axis == -1 else signs[:, None])
         how = {"hadamard": bs.Hadamard(128), "scaling": "ms_eden", "pad": True}
-        return bs.quantize(t, "nvfp4", axis, seed=bs.Seed(value_of("proj", role), 1), **how)
+        return bs.quantize(
+            t, "nvfp4", axis, seed=bs.Seed(value_of(role), number_of("proj") + 1), **how
+        )
 
     operands = transformed(g, -1, "gradients", "dgrad"), transformed(w, -2, "weights", "dgrad")
     assert torch.equal(dgrad, bs.gemm(*operands, torch.float32))
@@ -165,7 +190,7 @@ def test_compiled(method, rows):
         assert torch.equal(y, z)
         assert torch.equal(x_.grad, x__.grad)
         assert torch.equal(eager.weight.grad, other.weight.grad)
-    assert eager.rounding_step == other.rounding_step == 3
+    assert bs.nn.rounding_step(eager) == bs.nn.rounding_step(other) == 3
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -174,7 +199,7 @@ def test_checkpointing_counts_what_it_repeats(method):
     module = layer(recipe=bs.Recipe.nvfp4(method))
     x, g = random(32, 64).requires_grad_(), random(32, 48, seed=1)
     checkpoint(module, x, use_reentrant=False).backward(g)
-    assert module.rounding_step == 2
+    assert bs.nn.rounding_step(module) == 2
     wgrad = module.weight.grad.clone()
     bs.nn.set_rounding_step(module, 1)
     _, found, of_weight = step(module, x.detach(), g)
@@ -186,7 +211,7 @@ def test_passes_without_gradients_count_nothing():
     module = layer()
     with torch.no_grad():
         module(random(8, 64))
-    assert module.rounding_step == 0
+    assert bs.nn.rounding_step(module) == 0
 
 
 def test_no_state_dict_has_the_step():
@@ -195,7 +220,7 @@ def test_no_state_dict_has_the_step():
     torch.nn.Linear(64, 48).load_state_dict(module.state_dict())
     step(module, random(8, 64), random(8, 48))
     for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
-        assert twin.rounding_step == 1
+        assert bs.nn.rounding_step(twin) == 1
         given = random(32, 64), random(32, 48, seed=1)
         assert torch.equal(step(twin, *given)[1], step(copy.deepcopy(module), *given)[1])
 
@@ -216,9 +241,9 @@ def test_the_step_follows_its_layer():
     module = layer().to("meta")
     assert module.rounding_step.device.type == "meta"
     with patch.object(torch, "empty_like", torch.ones_like):  # what memory may hold
-        assert module.to_empty(device="cpu").rounding_step == 0
+        assert bs.nn.rounding_step(module.to_empty(device="cpu")) == 0
     bs.nn.set_rounding_step(module, 3)
-    assert module.half().rounding_step == 3
+    assert bs.nn.rounding_step(module.half()) == 3
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -239,7 +264,7 @@ def test_layers_that_are_converted_for_inference_train():
     with torch.inference_mode():
         bs.convert(module, NVFP4)
     step(module[0], random(32, 64), random(32, 48))
-    assert module[0].rounding_step == 1
+    assert bs.nn.rounding_step(module[0]) == 1
 
 
 def test_function_transforms_take_the_step_as_it_is():
@@ -249,8 +274,8 @@ def test_function_transforms_take_the_step_as_it_is():
         return (module(x) * random(32, 48, seed=1)).sum()
 
     found = torch.func.grad(loss)(x)
-    assert module.rounding_step == 0
-    seed = bs.Seed(value_of("proj", "gradients"), step=0)
+    assert bs.nn.rounding_step(module) == 0
+    seed = bs.Seed(value_of("gradients"), step=number_of("proj"))
     g = bs.quantize(random(32, 48, seed=1), "nvfp4", seed=seed)
     w = bs.quantize(module.weight.detach(), "nvfp4", -2, square=True)
     assert torch.equal(found, bs.gemm(g, w, torch.float32))

@@ -174,7 +174,7 @@ class _Trial:
             if recipe.is_random and not layer.has_steps:
                 layer.set_rounding(recipe, number_of(name))
             if layer.has_steps:
-                layer.rounding_step.zero_()  # the same random numbers each time
+                layer.set_steps(0)  # the same random numbers each time
 
     def _loss(self) -> Tensor:
         """The same random numbers each time."""

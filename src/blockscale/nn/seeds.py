@@ -115,25 +115,35 @@ class Stepping(torch.nn.Module):
     """A base of layers that may round stochastically.
 
     ``rounding_step``, a buffer that no state_dict has, counts forward passes that a backward may
-    follow; layers whose recipe rounds nothing by chance have none.
+    follow, from a number of the layer on: so no two layers share a step, and compiled code, which
+    would hold a number of Python's, is the same for all of them. Layers whose recipe rounds nothing
+    by chance have none.
     """
 
-    rounding_value: int = 0
+    rounding_start: int = 0
     rounding_step: Tensor
 
-    def set_rounding(self, recipe: Recipe | None, value: int) -> None:
-        """Count, or do not, as the recipe asks; ``value``: a number of this layer."""
-        self.rounding_value = value
+    def set_rounding(self, recipe: Recipe | None, start: int) -> None:
+        """Count, or do not, as the recipe asks; ``start``: where the counts of this layer begin."""
+        before, self.rounding_start = self.rounding_start, start
         if recipe is None or not recipe.is_random:
             self._buffers.pop("rounding_step", None)
         elif not self.has_steps:
             self._begin_steps()
+        else:
+            with torch.no_grad():
+                self.rounding_step.add_(start - before)
+
+    def set_steps(self, count: int) -> None:
+        """Go on as after so many forward passes."""
+        with torch.no_grad():
+            self.rounding_step.fill_(self.rounding_start + count)
 
     def _begin_steps(self) -> None:
-        """At 0, where the parameters are."""
-        device = next((p.device for p in self.parameters()), None)
+        """Where the parameters are."""
+        device, start = next((p.device for p in self.parameters()), None), self.rounding_start
         with torch.inference_mode(False):  # what counts later may do so outside
-            step = torch.zeros((), dtype=torch.int64, device=device)
+            step = torch.full((), start, dtype=torch.int64, device=device)
         self.register_buffer("rounding_step", step, persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -141,7 +151,7 @@ class Stepping(torch.nn.Module):
         begins = self.has_steps and self.rounding_step.is_meta
         super()._apply(fn, recurse)
         if begins and not self.rounding_step.is_meta:
-            self.rounding_step.zero_()
+            self.set_steps(0)
         return self
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
@@ -161,7 +171,7 @@ class Stepping(torch.nn.Module):
         if torch.is_grad_enabled() and not is_transformed():
             self.rounding_step.add_(1)
         # a copy: the next forward may come before this one's backward
-        return LayerSeed(self.rounding_value, self.rounding_step.clone(), *_place())
+        return LayerSeed(0, self.rounding_step.clone(), *_place())
 
 
 def _place() -> tuple[int, int]:
@@ -182,7 +192,7 @@ def rounding_step(model: torch.nn.Module) -> int | None:
 
     >>> bs.nn.rounding_step(bs.convert(torch.nn.Sequential(torch.nn.Linear(8, 8)), bs.Recipe()))
     """
-    found = [int(each.rounding_step) for each in _stepping(model)]
+    found = [int(each.rounding_step) - each.rounding_start for each in _stepping(model)]
     return max(found, default=None)
 
 
@@ -209,4 +219,4 @@ def set_rounding_step(model: torch.nn.Module, step: int) -> None:
             "blockscale.Recipe.nvfp4()"
         )
     for module in found:
-        module.rounding_step.fill_(step)
+        module.set_steps(step)
