@@ -153,9 +153,16 @@ def stopping(monkeypatch):
     monkeypatch.setattr(sys.modules["blockscale.cli.train"], "_told_to_stop", told)
 
 
-def test_resume(command, here, stopping, tmp_path):
+@pytest.mark.parametrize(
+    "what",
+    [
+        ("--recipe", "mxfp8", "--recipe", "bf16", "--moe", "--seeds", 2),
+        ("--recipe", "nvfp4_nvidia"),
+    ],
+)
+def test_resume(command, here, stopping, tmp_path, what):
     """Stopped again and again, runs have the losses that they have in one call."""
-    given = "--recipe", "mxfp8", "--recipe", "bf16", "--moe", "--seeds", 2, "--out", "whole"
+    given = *what, "--out", "whole"
     code, out, _ = command(*given, "--json")
     assert code == 0
     whole = json.loads(out)
