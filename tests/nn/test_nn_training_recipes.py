@@ -448,3 +448,18 @@ def test_fused_layers_run_their_parts(method):
     with torch.no_grad():
         served = bs.quantize_(linear, recipe)
         assert torch.equal(served(x), y)
+
+
+@pytest.mark.parametrize("converted", [False, True])
+def test_fused_layers_of_parts_that_are_there(converted):
+    """Go on with the number and the count of a converted one."""
+    proj, norm = layer(), torch.nn.RMSNorm(64, 1e-6)
+    given = random(32, 64), random(32, 48, seed=1)
+    if converted:
+        step(proj, *given)
+    else:
+        proj = torch.nn.Linear(64, 48)
+    fused = bs.nn.RMSNormLinear.of(norm, proj, NVFP4)
+    fused(given[0]).backward(given[1])
+    assert fused.linear.rounding_step == (2 if converted else 1)
+    assert fused.linear.rounding_value == (number_of("proj") if converted else 0)

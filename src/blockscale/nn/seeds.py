@@ -89,6 +89,7 @@ class Stepping(torch.nn.Module):
     follow; layers whose recipe rounds nothing by chance have none.
     """
 
+    recipe: Recipe
     rounding_value: int = 0
     rounding_step: Tensor
 
@@ -97,7 +98,7 @@ class Stepping(torch.nn.Module):
         self.rounding_value = value
         if recipe is None or not recipe.is_random:
             self._buffers.pop("rounding_step", None)
-        elif not self.has_steps:
+        elif not self.has_steps or self.rounding_step.is_meta:
             self._begin_steps()
 
     def _begin_steps(self) -> None:
@@ -120,6 +121,12 @@ class Stepping(torch.nn.Module):
         super()._load_from_state_dict(*args, **kwargs)
         if self.has_steps and self.rounding_step.is_meta:
             self._begin_steps()
+
+    def go_on_from(self, other: torch.nn.Module) -> None:
+        """Take the number of a layer whose parameters this one was given, and its count."""
+        self.set_rounding(self.recipe, other.rounding_value if isinstance(other, Stepping) else 0)
+        if isinstance(other, Stepping) and other.has_steps and self.has_steps:
+            self.rounding_step = other.rounding_step
 
     @property
     def has_steps(self) -> bool:
