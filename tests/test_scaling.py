@@ -147,6 +147,9 @@ def test_what_cannot_be():
         bs.quantize(x, "nvfp4", scaling="ms_eden", seed=1)
     with pytest.raises(ValueError, match="seed: got None, and scaling='ms_eden' rounds scales"):
         bs.quantize(x, "nvfp4", scaling="ms_eden", hadamard=bs.Hadamard(128))
+    given = {"scaling": "ms_eden", "hadamard": bs.Hadamard(128), "seed": 1, "square": True}
+    with pytest.raises(ValueError, match="square, scaling: 'ms_eden' corrects blocks along one"):
+        bs.quantize(x, "nvfp4", **given)
     with pytest.raises(ValueError, match="seed: is given, and scaling='four_over_six' rounds to"):
         bs.quantize(x, "nvfp4", scaling="four_over_six", seed=1)
     with pytest.raises(ValueError, match="scaling: kernels know 'amax'"):

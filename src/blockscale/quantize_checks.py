@@ -86,6 +86,11 @@ def check(
         raise ValueError(
             "seed: is given, and scaling='four_over_six' rounds to nearest; leave out one of them"
         )
+    if request.square and request.scaling == "ms_eden":
+        raise ValueError(
+            "square, scaling: 'ms_eden' corrects blocks along one side of a square, and both sides "
+            "have its scale; leave out one of them"
+        )
     check_flag("pad", request.pad)  # here: to a cache True is 1
     check_flag("k_major", request.k_major)
     check_flag("square", request.square)

@@ -306,6 +306,47 @@ def test_forwards_before_a_backward_are_one_step(tmp_path):
     assert {line["step"] for line in lines(files)} == {0, 1}
 
 
+def test_models_beside_the_watched_one_are_not_seen(tmp_path):
+    """Before it and after it in the forward, and computed again in the backward."""
+    model, before, after = Model(), Model(), Model()
+
+    def step():
+        x = checkpoint(before, 1e4 * data().requires_grad_(), use_reentrant=False)
+        y = model(data() + 0 * x)
+        (checkpoint(after, 1e4 * y, use_reentrant=False) + y).sum().backward()
+
+    found = []
+    for _ in range(2):
+        with watch(model, out=tmp_path) as files:
+            step()
+        found.append(lines(files))
+        assert {line["module"] for line in found[-1]} == {"layers.0", "layers.1"}
+        inputs = [line for line in found[-1] if line["tensor"] == "activations"]
+        assert max(line["amax"] for line in inputs) == data().abs().max()
+        assert {line["step"] for line in found[-1]} == {0}
+    assert found[0] == found[1]
+
+
+def test_gradients_that_a_forward_asks_for(tmp_path):
+    """What comes after them in the forward is of the module that called."""
+
+    class Forces(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.energy, self.weight = Model(), nn.Parameter(data())
+
+        def forward(self, x):
+            (force,) = torch.autograd.grad(self.energy(x).sum(), x)
+            return bs.nn.linear(force, self.weight, recipe=MXFP8)
+
+    model = Forces()
+    with watch(model, out=tmp_path) as files:
+        model(data().requires_grad_()).sum().backward()
+    of_function = [line for line in lines(files) if line["module"] == ""]
+    weights = [line["amax"] for line in of_function if line["tensor"] == "weights"]
+    assert weights == [model.weight.abs().max()]
+
+
 def test_a_retained_graph_is_looked_at_once(tmp_path):
     model = Model()
     with watch(model, out=tmp_path) as files:

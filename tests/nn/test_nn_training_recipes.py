@@ -493,3 +493,34 @@ def test_fused_layers_run_their_parts(method):
     with torch.no_grad():
         served = bs.quantize_(linear, recipe)
         assert torch.equal(served(x), y)
+
+
+@pytest.mark.parametrize("converted", [False, True])
+def test_fused_layers_of_parts_that_are_there(converted):
+    """Go on with the number and the count of a converted one."""
+    proj, norm = layer(), torch.nn.RMSNorm(64, 1e-6)
+    given = random(32, 64), random(32, 48, seed=1)
+    if converted:
+        step(proj, *given)
+    else:
+        proj = torch.nn.Linear(64, 48)
+    fused = bs.nn.RMSNormLinear.of(norm, proj, NVFP4)
+    fused(given[0]).backward(given[1])
+    assert bs.nn.rounding_step(fused) == (2 if converted else 1)
+    assert not converted or fused.linear.rounding_start == number_of("proj")
+
+
+def test_layers_without_a_name_draw_a_number():
+    torch.manual_seed(0)
+    mlp = bs.nn.MLP(64, 96, recipe=NVFP4)
+    assert mlp.gate_up.rounding_start != mlp.down.rounding_start
+    torch.manual_seed(0)
+    assert bs.nn.MLP(64, 96, recipe=NVFP4).down.rounding_start == mlp.down.rounding_start
+    before = torch.get_rng_state()
+    torch.manual_seed(0)
+    bs.nn.Linear(8, 8)
+    plain = torch.get_rng_state()
+    torch.manual_seed(0)
+    torch.nn.Linear(8, 8)
+    assert torch.equal(plain, torch.get_rng_state())
+    torch.set_rng_state(before)

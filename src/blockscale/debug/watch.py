@@ -63,8 +63,9 @@ def watch(
     step a line for each tensor and the product that reads it is written to ``watch.jsonl``, and at
     the end, whatever ends the block, one page of pictures, ``watch.html`` (docs/reference/debug.md
     has the keys). A tensor with NaN or infinities is named by a :class:`NonfiniteWarning` after its
-    step. Compiled code runs as it is written in a watched step. Of ranks each writes files of its
-    own, with ``-rank0`` in their names.
+    step. Compiled code runs as it is written in a watched step; watch the module that torch.compile
+    returned, not the one that it was given, whose calls nobody sees. Of ranks each writes files
+    of its own, with ``-rank0`` in their names.
 
     Args:
         every: steps 0, ``every``, 2 ``every``, ... are watched; others cost nothing.
@@ -229,9 +230,11 @@ class _Watcher:
     def saw(
         self, place: tuple[Any, str], role: str, x: Any, forms: dict[str, ScaledTensor]
     ) -> None:
+        name, part = place
+        if name is None:  # a model that is not watched, beside this one
+            return
         if self.seen is None or not self._calls.trains or is_faked() or is_transformed():
             return
-        name, part = place
         name = ".".join(filter(None, (name, part)))
         apart = _disable_current_modes() if _modes() else nullcontext()  # they keep what is made
         with torch.no_grad(), apart:
@@ -261,7 +264,7 @@ class _Calls(threading.local):
         self.trains = True  # else it is a forward for itself, before the backward of another
 
     def enter(self, name: str) -> None:
-        self.outer.append(observing.site())
+        self.outer.append(observing.site() if self.outer else None)
         observing.enter(name)
 
     def leave(self) -> None:

@@ -33,7 +33,10 @@ def write_watch_report(jsonl: Path, html: Path) -> None:
 def _page(data: WatchData, name: str) -> str:
     if not data.lines:
         body = "<p>No step of training was seen: nothing was quantized by a forward with gradients "
-        return _PAGE.format(body=body + "of the model that was watched.</p>")
+        body += (
+            "of the model that was watched, or compiled code that has the model in it was called: "
+        )
+        return _PAGE.format(body=body + "watch the module that torch.compile returned.</p>")
     parts = [
         f"<p>{len(data.modules)} layers in {len(data.steps)} steps, {data.steps[0]} to "
         f"{data.steps[-1]}; {escape(', '.join(data.formats))}. All numbers are in "

@@ -303,9 +303,10 @@ def gather_quantized(
     >>> # for layer in model: torch.distributed.fsdp.fully_shard(layer)
 
     Weights stay in high precision, and so do gradients and what checkpoints have. A weight whose
-    rows ranks cut inside of a block is gathered as it is, with a warning. So are those of layers
-    with a product in high precision, and weights that other modules have, too, as embeddings. Of
-    NVFP4 ranks agree on the global scale first.
+    rows ranks cut inside of a block is gathered as it is, with a warning. So are, without one,
+    those of layers with a product in high precision, weights that other modules have, too, as
+    embeddings, and those that are transformed or rounded stochastically. Of NVFP4 ranks agree on
+    the global scale first.
 
     Layers of :class:`ColwiseParallel` and :class:`RowwiseParallel` gather over the other ranks of
     the mesh: call it after ``parallelize_module``.

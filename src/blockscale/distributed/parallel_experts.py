@@ -121,11 +121,10 @@ class _ParallelExperts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weights, h, came, *stacks = ctx.saved_tensors
-        observing.enter(ctx.site)
         needs, peers, how = (*ctx.needs_input_grad[1:], False), ctx.peers, ctx.peers.how
         of_up, of_down = needs[2:4]
         held = _local(ExpertParameters(*stacks))
-        with torch.no_grad():
+        with torch.no_grad(), observing.at(ctx.site):
             h = h.dequantize(how.dtype) if isinstance(h, ScaledTensor) else h
             grad, rows = grad.to(how.dtype), None
             if not of_down and held.down_bias is None:

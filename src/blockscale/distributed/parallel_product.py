@@ -88,8 +88,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        observing.enter(ctx.site)
-        with torch.no_grad():
+        with torch.no_grad(), observing.at(ctx.site):
             gradients = _gradients(ctx, grad)
         return *refuse_double_backward(gradients), None
 

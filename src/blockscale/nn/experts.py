@@ -131,10 +131,9 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *tensors, h = ctx.saved_tensors
-        observing.enter(ctx.site)
         needs = ctx.needs_input_grad[2:]
         main_grads = {name: open_main_grad(name, leaf) for name, leaf in ctx.leaves.items()}
-        with torch.no_grad():
+        with torch.no_grad(), observing.at(ctx.site):
             call = Call.of(ctx.how, tensors, ctx.launches)
             h = h.dequantize(ctx.how.dtype) if isinstance(h, ScaledTensor) else h
             read = grad, call.x, call.weights, call.held.up, call.held.down

@@ -65,8 +65,7 @@ class QuantizedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         main_grad = open_main_grad("weight", ctx.leaf)
-        observing.enter(ctx.site)
-        with torch.no_grad():
+        with torch.no_grad(), observing.at(ctx.site):
             x, weight, scalar, step = ctx.saved_tensors
             about = ctx.about._replace(seed=seed_of_numbers(ctx.seed, step))
             given = ctx.needs_input_grad[:3], about, grad

@@ -86,12 +86,11 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, offsets = ctx.saved_tensors
-        observing.enter(ctx.site)
         recipe, x_dtype, w_dtype, bias_dtype = ctx.how
         of_x, of_weight, of_bias = ctx.needs_input_grad[:3]
         made: list[Tensor | None] = [None] * 3
         main_grad = open_main_grad("weight", ctx.leaf)
-        with torch.no_grad():
+        with torch.no_grad(), observing.at(ctx.site):
             g = grad.contiguous()
             rows, columns, _ = operands(
                 Rows(g), recipe, "gradients", offsets, g.dtype, rows=of_x, columns=of_weight

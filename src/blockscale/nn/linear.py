@@ -18,7 +18,7 @@ from .main_grad import adds_to_main_grad, apply, refuse_copied
 from .output_dtype import output_dtype
 from .recipe import PRODUCTS, Recipe, check_recipe, check_training_recipe
 from .reuse import ForgetsWeights, hint_at_reuse
-from .seeds import LayerSeed, Stepping
+from .seeds import LayerSeed, Stepping, drawn_number
 from .unscripted import Unscripted
 
 __all__ = ["Linear", "check_dtype", "check_linear", "check_operands", "check_whole", "linear"]
@@ -209,7 +209,7 @@ class Linear(ForgetsWeights, Unscripted, Stepping, torch.nn.Linear):
         check_training_recipe(recipe)
         super().__init__(in_features, out_features, bias, device, dtype)
         self.recipe = recipe
-        self.set_rounding(recipe, 0)
+        self.set_rounding(recipe, drawn_number() if recipe.is_random else 0)
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias, recipe=self.recipe, seed=self.next_seed())

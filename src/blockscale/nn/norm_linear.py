@@ -159,6 +159,7 @@ class _NormLinear(Unscripted, torch.nn.Module):
         for part, source in ((made.norm, norm), (made.linear, linear)):
             for name, parameter in source._parameters.items():
                 setattr(part, name, parameter)
+        made.linear.go_on_from(linear)
         return made.train(linear.training)
 
 

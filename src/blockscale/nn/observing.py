@@ -7,11 +7,13 @@ that an observer looks at make quantized tensors, and go by no plan; the bytes a
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from ..tensor import ScaledTensor
 
-__all__ = ["Observer", "enter", "narrow", "observer", "saw", "site"]
+__all__ = ["Observer", "at", "enter", "narrow", "observer", "saw", "site"]
 
 
 class Observer(Protocol):
@@ -47,6 +49,17 @@ def enter(site: Any) -> None:
     """What is quantized from now on in this thread is of this layer."""
     if observer is not None:
         _here.site, _here.part = site, ""
+
+
+@contextmanager
+def at(site: Any) -> Iterator[None]:
+    """As :func:`enter`, for a ``with`` block: a backward may run inside of another forward."""
+    before = _here.site, _here.part
+    enter(site)
+    try:
+        yield
+    finally:
+        _here.site, _here.part = before
 
 
 def narrow(part: str) -> None:

@@ -14,13 +14,14 @@ from torch import Tensor
 from ..hadamard import Hadamard
 from ..rounding import random_bits
 from ..seed import Numbers, Seed
-from ..watching import is_transformed
+from ..watching import is_faked, is_transformed
 from .recipe import PRODUCTS_OF, Recipe
 
 __all__ = [
     "LayerSeed",
     "OperandSeed",
     "Stepping",
+    "drawn_number",
     "needed",
     "number_of",
     "numbers_of",
@@ -120,6 +121,7 @@ class Stepping(torch.nn.Module):
     by chance have none.
     """
 
+    recipe: Recipe
     rounding_start: int = 0
     rounding_step: Tensor
 
@@ -128,7 +130,7 @@ class Stepping(torch.nn.Module):
         before, self.rounding_start = self.rounding_start, start
         if recipe is None or not recipe.is_random:
             self._buffers.pop("rounding_step", None)
-        elif not self.has_steps:
+        elif not self.has_steps or self.rounding_step.is_meta:
             self._begin_steps()
         else:
             with torch.no_grad():
@@ -160,6 +162,15 @@ class Stepping(torch.nn.Module):
         if self.has_steps and self.rounding_step.is_meta:
             self._begin_steps()
 
+    def go_on_from(self, other: torch.nn.Module) -> None:
+        """Take the number of a layer whose parameters this one was given, and its count."""
+        if isinstance(other, Stepping) and other.has_steps:
+            self.set_rounding(self.recipe, other.rounding_start)
+            if self.has_steps:
+                self.rounding_step = other.rounding_step
+        else:
+            self.set_rounding(self.recipe, self.rounding_start)
+
     @property
     def has_steps(self) -> bool:
         return "rounding_step" in self._buffers
@@ -179,6 +190,11 @@ def _place() -> tuple[int, int]:
     if not (dist.is_available() and dist.is_initialized()):
         return 0, 1
     return dist.get_rank(), dist.get_world_size()
+
+
+def drawn_number() -> int:
+    """60 bits of torch's generator, for a layer that has no name."""
+    return 0 if is_faked() else int(torch.randint(2**60, (), device="cpu"))
 
 
 def number_of(name: str) -> int:
