@@ -67,17 +67,18 @@ def quantize(
         asked = quantizers.Request(
             *(format, (axis,), (layout,), scale_rounding, nonfinite, "load", grouped, k_major),
             square=square,
+            scaling=scaling,
         )
         try:
-            _check_scaling(scaling)
             return _by_kernel(x, asked, global_scale, offsets, further, gather)[0]
         except Unsupported as why:
             fall_back("quantize", x, backend, str(why))
     if further.hadamard is not None:  # a kernel may quantize what torch transforms
         x = transformed(x, further.hadamard, axis).contiguous()
         given = x, format, axis, scale_rounding, nonfinite, layout, global_scale, offsets, seed
-        if scaling == "amax":
-            return quantize(*given, backend, k_major, gather, square, step)
+        if scaling != "ms_eden":  # which corrects blocks of a transform that it knows
+            rest = backend, k_major, gather, square, step
+            return quantize(*given, *rest, scaling=scaling)
     x, fmt = x if gather is None else x[gather], get_format(format)
     data, scale = reference.quantize(
         x,
@@ -124,9 +125,9 @@ def quantize_both(
         asked = quantizers.Request(
             *(format, (-1, -2), layouts, scale_rounding, nonfinite, "load", grouped, k_major),
             square=square,
+            scaling=scaling,
         )
         try:
-            _check_scaling(scaling)
             further = _further(seed, step, hadamard)
             row, column = _by_kernel(x, asked, global_scale, offsets, further, gather)
         except Unsupported:
@@ -190,6 +191,8 @@ def _by_kernel(
     gpu, fmt, axes, layouts = gpu_of(x.device), asked.fmt, asked.axes, asked.layouts
     if gpu is None:
         require_cpu_kernels()
+        if asked.scaling != "amax":
+            raise Unsupported(f"scaling: CPU kernels know 'amax', got {asked.scaling!r}")
         numbers = further.numbers
         if numbers is not None:
             numbers = numbers._replace(step=int(numbers.step))
@@ -254,11 +257,6 @@ def _one_by_one(
         data, scale = (joined(torch.stack, parts, -3) for parts in zip(*of_axis, strict=True))
         made.append((data.unflatten(0, lead), scale.unflatten(0, lead)))
     return made
-
-
-def _check_scaling(scaling: str) -> None:
-    if scaling != "amax":
-        raise Unsupported(f"scaling: kernels know 'amax', got {scaling!r}")
 
 
 def _further(

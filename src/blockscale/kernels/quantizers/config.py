@@ -15,9 +15,9 @@ from ..common.gpu import GPUS, SHARED, Gpu, no_kernels
 from ..common.spec import Spec, specify
 
 __all__ = [
+    "ACROSS",
     "BAND",
     "DOT",
-    "MOST_ROWS",
     "PANEL",
     "PRODUCERS",
     "AmaxConfig",
@@ -30,8 +30,8 @@ __all__ = [
 
 PANEL = 128  # columns of a tile that lie together in shared memory, and of a strip of eight lanes
 DOT = 64  # columns of a row whose products make one partial sum
-MOST_ROWS = 32  # of a block that is transformed along columns
 BAND = 32  # rows that a warp takes at once along columns, at most
+ACROSS = 32 // (PANEL // BAND)  # lanes side by side, where a warp takes all bands of a panel
 _TILE = 128 * 128  # elements that a CTA takes
 _FEW_ROWS = 16
 _SECTOR = 32
@@ -88,6 +88,8 @@ class Request(NamedTuple):
         fours: these are numbered such that four elements that follow each other share a call of
             Philox; found by the call.
         hadamard: the size of a transform before, along each of ``axes``; 0 for none.
+        scaling: of ``quantization.SCALINGS``, how scales are chosen. "ms_eden" rounds scales by the
+            random bits, and elements to nearest.
     """
 
     format: str
@@ -103,6 +105,7 @@ class Request(NamedTuple):
     stochastic: bool = False
     fours: bool = True
     hadamard: int = 0
+    scaling: str = "amax"
 
     @property
     def fmt(self) -> Format:
@@ -133,7 +136,7 @@ class Config:
             gathered; else by plain loads, an element at a time.
         column_store: bytes of a store of column-wise data: 16 or 1, of 4-bit data 16 or 8.
         scale_stores: bytes of a store of scales, for each of ``axes``.
-        stochastic, fours, hadamard, square: of the request.
+        stochastic, fours, hadamard, square, scaling: of the request.
     """
 
     arch: str
@@ -160,6 +163,7 @@ class Config:
     fours: bool = True
     hadamard: int = 0
     square: bool = False
+    scaling: str = "amax"
 
     @property
     def spec(self) -> Spec:
@@ -230,18 +234,31 @@ def why_not(request: Request, arch: str) -> str:
             return f"format {format.name}: its kernels write compact scales"
     if request.square and format.block[0] > 1:
         return f"square: blocks of {format.name} are squares; leave it out"
-    return _why_not_transform(request) if request.hadamard else ""
+    transform = _why_not_transform(request) if request.hadamard else ""
+    return transform or (_why_not_scaling(request) if request.scaling != "amax" else "")
 
 
 def _why_not_transform(request: Request) -> str:
-    """Lanes must have what is transformed: 16 elements of a row, or 32 rows of 4-bit columns."""
-    size, format = request.hadamard, request.fmt
+    """Lanes of a warp must have what is transformed: of a row, or rows of 4-bit columns."""
+    format = request.fmt
     if format.block[0] > 1:
         return f"hadamard: no kernel transforms before it has blocks of {format.name}"
     if -2 in request.axes and format.element.bits == 8:
         return "hadamard with axis=-2: no kernel transforms columns of 8-bit elements"
-    if -2 in request.axes and size > MOST_ROWS:
-        return f"hadamard with axis=-2: size {size}; kernels have sizes up to {MOST_ROWS} there"
+    return ""
+
+
+def _why_not_scaling(request: Request) -> str:
+    """Each lane has whole blocks of NVFP4, but of a square not all of it."""
+    scaling = f"scaling={request.scaling!r}"
+    if not request.fmt.has_global_scale:
+        return f"{scaling}: is for nvfp4, not {request.format}"
+    if request.square:
+        return f"{scaling} with square: no kernel adds up the errors of a square"
+    if request.scaling == "four_over_six" and request.stochastic:
+        return f"{scaling} with seed: elements are rounded to nearest; leave it out"
+    if request.scaling == "ms_eden" and not (request.stochastic and request.hadamard >= 16):
+        return f"{scaling}: needs a seed, and a hadamard of 16 to 128"
     return ""
 
 
@@ -298,6 +315,7 @@ def choose_config(
         fours=request.fours,
         hadamard=request.hadamard,
         square=request.square,
+        scaling=request.scaling,
     )
 
 

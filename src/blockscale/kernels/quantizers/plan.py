@@ -133,6 +133,7 @@ def _alone(request: Request) -> list[tuple[str, str]]:
         "seed": request.stochastic,
         "hadamard": request.hadamard > 0,
         "square": request.square,
+        "scaling": request.scaling != "amax",
     }
     given = {
         "offsets": request.grouped,
