@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import cutlass
-from cutlass import Float32, Uint32, cute
+from cutlass import Float32, cute
 
 from ...formats import get_format
 from . import ptx
@@ -52,6 +52,4 @@ def _sums(encoder: Encoder, finite: list, reciprocal) -> tuple:
     given = [each.bitcast(Float32) for each in finite]
     given = multiply(given, [factor] * len(given), blackwell)
     made = e2m1_values(given, blackwell)
-    return tuple(
-        tree_sum(multiply(given, each, blackwell), blackwell) for each in (given, made)
-    )
+    return tuple(tree_sum(multiply(given, each, blackwell), blackwell) for each in (given, made))

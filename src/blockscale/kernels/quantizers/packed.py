@@ -143,9 +143,7 @@ class PackedColumns:
                 list(bits),
                 applied.transform.distances_of_columns,
             )
-            for column, bits in zip(
-                zip(*words, strict=True), zip(*noise, strict=True), strict=True
-            )
+            for column, bits in zip(zip(*words, strict=True), zip(*noise, strict=True), strict=True)
         ]
         return [list(each) for each in zip(*found, strict=True)]
 
