@@ -78,6 +78,7 @@ CASES = (
     Asked("nvfp4", BOTH),
     Asked("nvfp4", BOTH, "square", SQUARE),
     Asked("nvfp4", BOTH, "four over six", FOUR),
+    Asked("nvfp4", BOTH, "four over six, square", {**FOUR, **SQUARE}),
     Asked("nvfp4", BOTH, "stochastic", STOCHASTIC),
     Asked("mxfp8", ROWS),
     Asked("mxfp8", ROWS, "stochastic", STOCHASTIC),

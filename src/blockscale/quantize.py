@@ -81,7 +81,7 @@ def quantize(
             4 bits; else plain torch does.
         scaling: of NVFP4, how a block's scale is chosen, see :class:`blockscale.Quantization`;
             ``"ms_eden"`` needs ``hadamard`` and ``seed``, which rounds scales then. GPU kernels do
-            both, but for squares; else plain torch does.
+            it in passing, else plain torch.
         k_major: store 8-bit columns (``axis=-2``) with the contraction contiguous, as Hopper's FP8
             tensor cores read them: ``qdata`` is then the ``mT`` of a contiguous tensor, each of
             whose rows starts at a multiple of 32 bytes. Values and scales are the same. Rows, and

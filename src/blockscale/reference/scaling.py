@@ -34,6 +34,7 @@ class Blocks(NamedTuple):
         amax: fp32 bits, the same with one row and one column.
         global_scale: fp32 bits.
         noise: uniform 32-bit integers as ``magnitude``, or None.
+        turned: rows are columns of what is quantized.
     """
 
     magnitude: Tensor
@@ -41,6 +42,7 @@ class Blocks(NamedTuple):
     format: Format
     global_scale: Tensor | None
     noise: Tensor | None
+    turned: bool
 
     def scaled(self, largest: float) -> tuple[Tensor, Tensor]:
         """Codes of block scales by which the largest element becomes ``largest``, and fp32 bits of
@@ -59,7 +61,9 @@ def four_over_six(blocks: Blocks) -> tuple[Tensor, Tensor]:
         scale, scaled = blocks.scaled(largest)
         codes = encode_magnitude(scaled, blocks.format.element)
         lost = from_float32_bits(scaled) - _values(codes, blocks.format)
-        sums = _tree_sum((lost * lost).transpose(-3, -2).flatten(-2))  # (..., blocks, elements)
+        squares = (lost * lost).transpose(-3, -2)  # (..., row blocks, column blocks, rows, columns)
+        squares = squares.mT if blocks.turned else squares  # both axes of a square have one sum
+        sums = _tree_sum(squares.flatten(-2))
         value = from_float32_bits(scale_bits(scale, UE4M3))
         found.append((codes, scale, sums[..., None, :, None] * value * value))
     (codes, scale, error), (other_codes, other_scale, other_error) = found

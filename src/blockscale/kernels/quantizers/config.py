@@ -249,12 +249,9 @@ def _why_not_transform(request: Request) -> str:
 
 
 def _why_not_scaling(request: Request) -> str:
-    """Each lane has whole blocks of NVFP4, but of a square not all of it."""
     scaling = f"scaling={request.scaling!r}"
     if not request.fmt.has_global_scale:
         return f"{scaling}: is for nvfp4, not {request.format}"
-    if request.square:
-        return f"{scaling} with square: no kernel adds up the errors of a square"
     if request.scaling == "four_over_six" and request.stochastic:
         return f"{scaling} with seed: elements are rounded to nearest; leave it out"
     if request.scaling == "ms_eden" and not (request.stochastic and request.hadamard >= 16):

@@ -189,7 +189,7 @@ class Quantizer:
         if const_expr(config.grouped):  # what was not loaded, and what is another expert's
             self.tiles.clear(loaded.tiles, rows.stop - rows.start)
         if const_expr(rows.applied.squares is not None):
-            rows.applied.squares.find(parts[0].address)
+            rows.applied.squares.find(parts[0].address, encode_scale, table)
         made = self.packed is not None
         if const_expr(made):
             self.tiles.produce(loaded)

@@ -95,9 +95,9 @@ class PackedColumns:
                     corrected = self.corrected(held, first, rows.applied, encode_scale[0], table)
             words, held = held[:size], held[size:]
             if const_expr(squares is not None):
-                amax = squares.amax(band * BAND + j * size, column)
-                amaxes = [amax] * 2
-                scales = [encoder.scale(amax, encode_scale, table)] * 2
+                first = band * BAND + j * size
+                amax, code, reciprocal = squares.scale(first, column, encode_scale, table)
+                amaxes, scales = [amax] * 2, [(code, reciprocal)] * 2
             else:
                 states = [encoder.states(list(column)) for column in zip(*words, strict=True)]
                 amaxes = [amax for state in states for amax in encoder.amaxes(state)]

@@ -62,19 +62,19 @@ class Rows:
         stop = pitch if const_expr(part.stop is None) else part.stop * bits // 8
         squares = rows.applied.squares
         if const_expr(squares is not None):
-            amax = squares.amax(row, column)
+            amax, code, reciprocal = squares.scale(row, column, encode_scale, table)
         else:
             state = encoder.states(words)
             for j in range_constexpr(lanes.bit_length() - 1):
                 state = encoder.merge(state, cute.arch.shuffle_sync_bfly(state, 1 << j))
             amax = encoder.amax(state)
-        if const_expr(config.scaling == "four_over_six"):
-            magnitudes = encoder.magnitudes(words)
-            code, reciprocal = better_scale(encoder, magnitudes, amax, encode_scale, table)
-        elif const_expr(config.scaling == "ms_eden"):
-            code, reciprocal = self.corrected(part, words, where, rows, encode_scale[0], table)
-        else:
-            code, reciprocal = encoder.scale(amax, encode_scale, table)
+            if const_expr(config.scaling == "four_over_six"):
+                magnitudes = encoder.magnitudes(words)
+                code, reciprocal = better_scale(encoder, magnitudes, amax, encode_scale, table)
+            elif const_expr(config.scaling == "ms_eden"):
+                code, reciprocal = self.corrected(part, words, where, rows, encode_scale[0], table)
+            else:
+                code, reciprocal = encoder.scale(amax, encode_scale, table)
         if const_expr(place.pad > 1 or config.spread or squares is not None):  # padding is zero
             last = rows.scale_stop if const_expr(config.spread or not config.grouped) else rows.stop
             code = select_(rows.start + row < last, code, Uint32(0))
