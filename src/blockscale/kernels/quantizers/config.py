@@ -11,7 +11,7 @@ import numpy as np
 
 from ...formats import GROUP_TILE, Format, get_format
 from ...layouts import get_layout
-from ..common.gpu import GPUS, SHARED, Gpu, no_kernels
+from ..common.gpu import GPUS, SHARED, Gpu
 from ..common.spec import Spec, specify
 
 __all__ = [
@@ -25,7 +25,6 @@ __all__ = [
     "Producer",
     "Request",
     "choose_config",
-    "why_not",
 ]
 
 PANEL = 128  # columns of a tile that lie together in shared memory, and of a strip of eight lanes
@@ -88,8 +87,7 @@ class Request(NamedTuple):
         fours: these are numbered such that four elements that follow each other share a call of
             Philox; found by the call.
         hadamard: the size of a transform before, along each of ``axes``; 0 for none.
-        scaling: of ``quantization.SCALINGS``, how scales are chosen. "ms_eden" rounds scales by the
-            random bits, and elements to nearest.
+        scaling: of ``quantization.SCALINGS``; "ms_eden" rounds scales by the bits, not elements.
     """
 
     format: str
@@ -218,45 +216,6 @@ class AmaxConfig(Config):
     """
 
     along: int = -1
-
-
-def why_not(request: Request, arch: str) -> str:
-    """Why there is no kernel for such a call; empty where there is one."""
-    format = request.fmt
-    if arch not in GPUS:
-        return f"architecture {arch}: {no_kernels(arch, GPUS)}"
-    if format.element.bits == 6:
-        return f"format {format.name}: no kernel packs 6-bit elements"
-    for layout in request.layouts:
-        if format.scale.nbytes not in get_layout(layout).itemsize:
-            return f"layout {layout}: does not hold scales of {format.name}"
-        if format.block[0] > 1 and layout != "compact":
-            return f"format {format.name}: its kernels write compact scales"
-    if request.square and format.block[0] > 1:
-        return f"square: blocks of {format.name} are squares; leave it out"
-    transform = _why_not_transform(request) if request.hadamard else ""
-    return transform or (_why_not_scaling(request) if request.scaling != "amax" else "")
-
-
-def _why_not_transform(request: Request) -> str:
-    """Lanes of a warp must have what is transformed: of a row, or rows of 4-bit columns."""
-    format = request.fmt
-    if format.block[0] > 1:
-        return f"hadamard: no kernel transforms before it has blocks of {format.name}"
-    if -2 in request.axes and format.element.bits == 8:
-        return "hadamard with axis=-2: no kernel transforms columns of 8-bit elements"
-    return ""
-
-
-def _why_not_scaling(request: Request) -> str:
-    scaling = f"scaling={request.scaling!r}"
-    if not request.fmt.has_global_scale:
-        return f"{scaling}: is for nvfp4, not {request.format}"
-    if request.scaling == "four_over_six" and request.stochastic:
-        return f"{scaling} with seed: elements are rounded to nearest; leave it out"
-    if request.scaling == "ms_eden" and not (request.stochastic and request.hadamard >= 16):
-        return f"{scaling}: needs a seed, and a hadamard of 16 to 128"
-    return ""
 
 
 def choose_config(

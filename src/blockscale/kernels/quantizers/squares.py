@@ -3,8 +3,8 @@
 
 A thread takes 16 columns of a few rows that follow each other; lanes of a warp that share a square
 merge what they have, and warps that do so by an atomic maximum in shared memory. Whoever then has a
-block of a row, or of a column, takes the maximum of its square for the block's own. Of two scales of
-a square the better one is found then, too, and marked in the maximum's sign.
+block of a row, or of a column, takes the maximum of its square for the block's own. Of two scales
+of a square the better one is found then, too, and marked in the maximum's sign.
 """
 
 from __future__ import annotations
