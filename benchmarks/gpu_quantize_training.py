@@ -2,7 +2,8 @@
 
     PYTHONPATH=src python3 benchmarks/gpu_quantize_training.py FILE.json
 
-Stochastic rounding, Hadamard transforms and scales of squares. A small matrix is compared as a
+Stochastic rounding, Hadamard transforms, scales of squares and scales chosen by more than the
+largest element. A small matrix is compared as a
 whole, large ones in bands of rows. Then each kernel is timed with a cold L2 cache, in turn with the
 plain one of its format and axes. Takes less than a minute, most of it to compile.
 """
@@ -27,7 +28,7 @@ from blockscale.bench.timing import Timer
 
 ROWS, COLUMNS, BOTH = (-1,), (-2,), (-1, -2)
 SEED, HADAMARD = bs.Seed(7, step=3), bs.Hadamard.random(1)
-WHOLE = (1056, 2880)
+WHOLE = (1152, 2944)
 SHAPES = ((8192, 8192), (4096, 14336))
 BAND = 128  # rows that are compared at once
 LARGE = 1 << 24  # elements that are not compared as a whole
@@ -58,16 +59,26 @@ class Asked:
 
 
 STOCHASTIC, SQUARE = {"seed": SEED}, {"square": True}
+FOUR, LONG = {"scaling": "four_over_six"}, {"hadamard": bs.Hadamard.random(1, 128)}
+EDEN = {**STOCHASTIC, **LONG, "scaling": "ms_eden"}
 CASES = (
     Asked("nvfp4", ROWS),
     Asked("nvfp4", ROWS, "stochastic", STOCHASTIC),
     Asked("nvfp4", ROWS, "Hadamard 16", {"hadamard": HADAMARD}),
+    Asked("nvfp4", ROWS, "four over six", FOUR),
+    Asked("nvfp4", ROWS, "MS-EDEN 128", EDEN),
     Asked("nvfp4", COLUMNS),
     Asked("nvfp4", COLUMNS, "stochastic", STOCHASTIC),
     Asked("nvfp4", COLUMNS, "Hadamard 16", {"hadamard": HADAMARD}),
     Asked("nvfp4", COLUMNS, "stochastic, Hadamard 16", {**STOCHASTIC, "hadamard": HADAMARD}),
+    Asked("nvfp4", COLUMNS, "Hadamard 128", LONG),
+    Asked("nvfp4", COLUMNS, "four over six", FOUR),
+    Asked("nvfp4", COLUMNS, "four over six, Hadamard 16", {**FOUR, "hadamard": HADAMARD}),
+    Asked("nvfp4", COLUMNS, "MS-EDEN 128", EDEN),
     Asked("nvfp4", BOTH),
     Asked("nvfp4", BOTH, "square", SQUARE),
+    Asked("nvfp4", BOTH, "four over six", FOUR),
+    Asked("nvfp4", BOTH, "four over six, square", {**FOUR, **SQUARE}),
     Asked("nvfp4", BOTH, "stochastic", STOCHASTIC),
     Asked("mxfp8", ROWS),
     Asked("mxfp8", ROWS, "stochastic", STOCHASTIC),

@@ -73,9 +73,14 @@ class Quantization:
         check_eden(self.scaling, self.hadamard)
 
     @property
+    def draws(self) -> bool:
+        """Whether elements, or scales, are rounded by random numbers."""
+        return self.stochastic or self.scaling == "ms_eden"
+
+    @property
     def is_random(self) -> bool:
         """Whether it depends on a seed."""
-        return self.stochastic or self.random_signs or self.scaling == "ms_eden"
+        return self.draws or self.random_signs
 
     @property
     def transform(self) -> tuple[Hadamard | None, bool]:

@@ -78,9 +78,10 @@ def quantize(
             ``offsets`` would cut squares.
         hadamard: transform ``x`` along ``axis`` before, in fp32: a :class:`Hadamard`, the same for
             both operands of a product. GPU kernels do it in passing, for rows, and for columns of
-            4 bits in blocks of up to 32; else plain torch does.
+            4 bits; else plain torch does.
         scaling: of NVFP4, how a block's scale is chosen, see :class:`blockscale.Quantization`;
-            ``"ms_eden"`` needs ``hadamard`` and ``seed``, which rounds scales then. By plain torch.
+            ``"ms_eden"`` needs ``hadamard`` and ``seed``, which rounds scales then. GPU kernels do
+            it in passing, else plain torch.
         k_major: store 8-bit columns (``axis=-2``) with the contraction contiguous, as Hopper's FP8
             tensor cores read them: ``qdata`` is then the ``mT`` of a contiguous tensor, each of
             whose rows starts at a multiple of 32 bytes. Values and scales are the same. Rows, and

@@ -56,7 +56,7 @@ def produced(
 
 
 #: Arguments of these helpers that are fields of a Request.
-NAMES = ("scale_rounding", "nonfinite", "producer", "k_major", "square")
+NAMES = ("scale_rounding", "nonfinite", "producer", "k_major", "square", "scaling")
 
 
 def emulated(
@@ -102,6 +102,7 @@ def expected(
     fmt = get_format(format)
     kwargs.setdefault("scale_rounding", fmt.default_scale_rounding)
     kwargs["seed"] = None if seed is None else numbers_of(seed, x.shape)
+    kwargs["rotated"] = 0 if hadamard is None else hadamard.size
     x = x if hadamard is None else transformed(x, hadamard, axis)
     kind, cut = fmt.squared if square else fmt, offsets if axis == -2 else None
     data, scale = reference.quantize(x, kind, axis=axis, offsets=cut, **kwargs)

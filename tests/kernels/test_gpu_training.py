@@ -134,6 +134,9 @@ HADAMARD: list[tuple[str, tuple[int, ...], str, torch.dtype, int, dict[str, Any]
     ("nvfp4", ROWS, "compact", FP16, 2, {}),
     ("mxfp4", BOTH, "packed", FP16, 8, {}),
     ("mxfp4", COLUMNS, "compact", BF16, 32, {"seed": SEED}),
+    ("nvfp4", COLUMNS, "tcgen05", BF16, 128, {"nonfinite": "te"}),
+    ("nvfp4", BOTH, "compact", FP32, 64, {"seed": SEED}),
+    ("mxfp4", COLUMNS, "packed", FP16, 128, {}),
     ("mxfp8", ROWS, "compact", FP32, 64, {"nonfinite": "te", "seed": SEED}),
     ("mxfp8_e5m2", ROWS, "tcgen05", BF16, 4, {}),
     ("fp8_1x128", ROWS, "sm90", BF16, 128, {}),
@@ -143,7 +146,8 @@ HADAMARD: list[tuple[str, tuple[int, ...], str, torch.dtype, int, dict[str, Any]
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize(("format", "axes", "layout", "dtype", "size", "given"), HADAMARD)
 def test_hadamard(format, axes, layout, dtype, size, given, arch):
-    x, h = nasty(160, 128 if size > 32 else 96, dtype), bs.Hadamard.random(size, size)
+    shape = (256, 128) if size > 32 else (160, 96)
+    x, h = nasty(*shape, dtype), bs.Hadamard.random(size, size)
     check(x, format, arch, axes, layout=layout, hadamard=h, **given, **_global(format))
 
 
@@ -155,15 +159,18 @@ def test_hadamard_shapes(shape, axes):
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize(("axis", "size"), [(-1, 16), (-1, 128), (-2, 16), (-2, 32), (-2, 4)])
+@pytest.mark.parametrize(
+    ("axis", "size"), [(-1, 16), (-1, 128), (-2, 16), (-2, 32), (-2, 4), (-2, 64), (-2, 128)]
+)
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 def test_hadamard_of_the_global_scale(axis, size, dtype, arch):
     """That of the transformed tensor, wherever its largest number is."""
     h = bs.Hadamard.random(1, size)
-    for i, rows in enumerate((32, 160)):
+    last = max(size, 32)
+    for i, rows in enumerate((last, last + 128)):
         x = nasty(rows, 256, dtype, seed=i)
         # in the last block alone: a sum of large numbers, which no other sum comes near
-        x[-32:, -128:] = torch.finfo(dtype).max / 256
+        x[-last:, -128:] = torch.finfo(dtype).max / 256
         device = em.Device(arch, completion="random", check="all,exit_stores")
         with em.cutedsl(device), poisoned():
             got = quantizers.global_scale(
@@ -205,7 +212,6 @@ def test_hadamard_by_torch():
         ("mxfp8", ROWS, 16, {"grouped": True}, "hadamard: no kernel takes it with offsets"),
         ("mxfp8", ROWS, 16, {"gather": True}, "hadamard: no kernel takes it with gather"),
         ("mxfp8", COLUMNS, 16, {}, "hadamard with axis=-2: .* 8-bit"),
-        ("nvfp4", COLUMNS, 64, {}, "hadamard with axis=-2: size 64"),
         ("fp8_128x128", ROWS, 16, {}, "hadamard: .*fp8_128x128"),
         ("nvfp4", ROWS, 128, {}, "hadamard: dimension -1 is 96, no multiple of 128"),
     ],

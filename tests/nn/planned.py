@@ -54,7 +54,7 @@ class _Quantizer:
     def quantize(
         self, inputs: Any, global_scale: Any, offsets: Any = None, further: Any = quantizers.PLAIN
     ) -> list[Any]:
-        (x,), (axes, layouts, scale_rounding, square, k_major) = inputs, self._how
+        (x,), (axes, layouts, scale_rounding, square, scaling, k_major) = inputs, self._how
         assert x.shape == self._shape
         assert not x.requires_grad
         self._counts.quantized.append(x.shape)
@@ -63,7 +63,7 @@ class _Quantizer:
             data, scale = ops.quantize(
                 *(x, self._format, axis, scale_rounding, "propagate", layout, global_scale),
                 *(None, _numbers(further), "reference", k_major, None, square),
-                *(_step(further), _transform(further)),
+                *(_step(further), _transform(further), scaling),
             )
             written[output.first] = (data.mT if output.turned else data).contiguous()
             written[output.first + 1] = scale.contiguous()
@@ -125,8 +125,8 @@ def torch_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counts]:
     ) -> _Quantizer:
         if inputs[0][1][-1] != 1:
             raise Unsupported("x: not contiguous in the last dimension")
-        how = asked.axes, asked.layouts, asked.scale_rounding, asked.square, asked.k_major
-        return _Quantizer(counts, inputs[0], asked.format, *how)
+        how = asked.axes, asked.layouts, asked.scale_rounding, asked.square, asked.scaling
+        return _Quantizer(counts, inputs[0], asked.format, *how, asked.k_major)
 
     def plan_amax(inputs: Any, device: Any, gpu: Any, asked: quantizers.Request) -> _Quantizer:
         return _Quantizer(counts, inputs[0], asked.format, along=asked.axes[:1] or (-1,))

@@ -362,12 +362,13 @@ def test_for_inference_the_forward_has_the_same_bits():
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("method", ["nvidia", "without hadamard"])
+@pytest.mark.parametrize("method", [*METHODS, "without hadamard"])
 def test_gpus_go_by_a_plan(monkeypatch, method, bias):
     """With the bits of tensors, and as many launches again in each step."""
-    recipe = NVFP4 if method == "nvidia" else bs.Recipe.nvfp4(hadamard=None)
-    module = layer(recipe=recipe, bias=bias)
-    given = random(64, 64), random(64, 48, seed=1)
+    torch.compiler.reset()
+    recipe = bs.Recipe.nvfp4(method) if method in METHODS else bs.Recipe.nvfp4(hadamard=None)
+    module = layer(k=128, n=256, recipe=recipe, bias=bias)
+    given = random(128, 128), random(128, 256, seed=1)
     expected = [step(module, *given) for _ in range(2)]
     bs.nn.set_rounding_step(module, 0)
     with torch_gpu(monkeypatch) as counts:
@@ -375,7 +376,7 @@ def test_gpus_go_by_a_plan(monkeypatch, method, bias):
             counts.quantized.clear()
             for a, b in zip(step(module, *given), each, strict=True):
                 assert torch.equal(a, b)
-            assert len(counts.quantized) == (6 if method == "nvidia" else 4)
+            assert len(counts.quantized) == (4 if method == "without hadamard" else 6)
         assert sum(plan is not None for plan in plan_cache._plans.values()) == 1
         compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
         bs.nn.set_rounding_step(module, 0)

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..kernels.common.gpu import Unsupported
 from ..kernels.common.runtime import Described, describe
 from ..kernels.quantizers import calls as quantizers
+from ..ops.quantize import ROOM
 from ..quantization import Quantization
 from ..tensor import ScaledTensor
 from .quantize_launches import Asked, MatrixLaunch, Parts, QuantizeLaunch, parts_of_axis
@@ -33,8 +34,6 @@ class _MethodLaunch(QuantizeLaunch):
             raise Unsupported(f"hadamard: {shape} is filled with zeros first")
         if how.is_random and shape[1] % 4:
             raise Unsupported("seed: rows do not begin with numbers that four elements share")
-        if how.scaling != "amax":
-            raise Unsupported(f"scaling: kernels know 'amax', got {how.scaling!r}")
         self._how = how
         super().__init__((x,), shape, asked, asked.layout)
 
@@ -43,8 +42,8 @@ class _MethodLaunch(QuantizeLaunch):
     ) -> tuple[quantizers.Request, int | None, int | None]:
         how = self._how
         size = 0 if how.hadamard is None else how.hadamard.size
-        request = request._replace(square=how.square, stochastic=how.stochastic, hadamard=size)
-        return request, None, None
+        request = request._replace(square=how.square, stochastic=how.draws, scaling=how.scaling)
+        return request._replace(hadamard=size), None, None
 
     def _amax_request(self, request: quantizers.Request) -> quantizers.Request:
         if not request.hadamard:
@@ -58,12 +57,14 @@ class _MethodLaunch(QuantizeLaunch):
         how, numbers = self._how, None
         if how.hadamard is not None and how.random_signs:
             x = with_signs(x, self._call.axes[0], how.hadamard, needed(seed))
-        if how.stochastic:
+        if how.draws:
             numbers = needed(seed).of(x.shape).numbers(x.shape)
         plan, amax = self._find(describe(x))
         if amax is not None and global_scale is None:
             transform = quantizers.Further(None, how.hadamard)
             global_scale = amax.global_scale((x,), None, transform)
+            if how.scaling != "amax":
+                global_scale = global_scale * ROOM
         further = quantizers.Further(numbers, how.hadamard)
         row, row_scale, column, column_scale = plan.quantize((x,), global_scale, further=further)
         rows = parts_of_axis(row, row_scale, global_scale)

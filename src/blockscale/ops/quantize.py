@@ -22,11 +22,11 @@ from . import fakes
 from .backends import fall_back, require_cpu_kernels
 from .operation import operation
 
-__all__ = ["global_scale", "quantize", "quantize_both", "written_layouts"]
+__all__ = ["ROOM", "global_scale", "quantize", "quantize_both", "written_layouts"]
 
 #: The largest scale is 256 at first, not 448: a block of which 4 is the largest element has one
 #: that is half as large again, and so may a correction make it.
-_ROOM = 448 / 256
+ROOM = 448 / 256
 
 Pair = tuple[Tensor, Tensor]  # data and scales
 
@@ -67,17 +67,18 @@ def quantize(
         asked = quantizers.Request(
             *(format, (axis,), (layout,), scale_rounding, nonfinite, "load", grouped, k_major),
             square=square,
+            scaling=scaling,
         )
         try:
-            _check_scaling(scaling)
             return _by_kernel(x, asked, global_scale, offsets, further, gather)[0]
         except Unsupported as why:
             fall_back("quantize", x, backend, str(why))
     if further.hadamard is not None:  # a kernel may quantize what torch transforms
         x = transformed(x, further.hadamard, axis).contiguous()
         given = x, format, axis, scale_rounding, nonfinite, layout, global_scale, offsets, seed
-        if scaling == "amax":
-            return quantize(*given, backend, k_major, gather, square, step)
+        if scaling != "ms_eden":  # which corrects blocks of a transform that it knows
+            rest = backend, k_major, gather, square, step
+            return quantize(*given, *rest, scaling=scaling)
     x, fmt = x if gather is None else x[gather], get_format(format)
     data, scale = reference.quantize(
         x,
@@ -124,9 +125,9 @@ def quantize_both(
         asked = quantizers.Request(
             *(format, (-1, -2), layouts, scale_rounding, nonfinite, "load", grouped, k_major),
             square=square,
+            scaling=scaling,
         )
         try:
-            _check_scaling(scaling)
             further = _further(seed, step, hadamard)
             row, column = _by_kernel(x, asked, global_scale, offsets, further, gather)
         except Unsupported:
@@ -155,7 +156,7 @@ def global_scale(
     of ``x`` transformed along ``axis``, as ``quantize`` does it. Other ``scaling`` than by amax
     leaves room above the largest scale."""
     if scaling != "amax":
-        return global_scale(x, format, backend, axis, hadamard) * _ROOM
+        return global_scale(x, format, backend, axis, hadamard) * ROOM
     fmt = get_format(format)
     transform = None if hadamard is None else Hadamard.of_op(hadamard)
     if backend != "reference":
@@ -190,6 +191,8 @@ def _by_kernel(
     gpu, fmt, axes, layouts = gpu_of(x.device), asked.fmt, asked.axes, asked.layouts
     if gpu is None:
         require_cpu_kernels()
+        if asked.scaling != "amax":
+            raise Unsupported(f"scaling: CPU kernels know 'amax', got {asked.scaling!r}")
         numbers = further.numbers
         if numbers is not None:
             numbers = numbers._replace(step=int(numbers.step))
@@ -254,11 +257,6 @@ def _one_by_one(
         data, scale = (joined(torch.stack, parts, -3) for parts in zip(*of_axis, strict=True))
         made.append((data.unflatten(0, lead), scale.unflatten(0, lead)))
     return made
-
-
-def _check_scaling(scaling: str) -> None:
-    if scaling != "amax":
-        raise Unsupported(f"scaling: kernels know 'amax', got {scaling!r}")
 
 
 def _further(

@@ -30,10 +30,12 @@ __all__ = ["apart_position", "dequantize", "global_scale", "quantize"]
 
 
 class Scaling(NamedTuple):
-    """How scales of blocks are chosen, of blocks of ``rotated`` elements that were transformed."""
+    """How scales of blocks are chosen, of blocks of ``rotated`` elements that were transformed;
+    ``turned``: of columns, taken for rows."""
 
     name: str
     rotated: int
+    turned: bool
 
 
 def quantize(
@@ -73,7 +75,7 @@ def quantize(
             nonfinite,
             None if global_scale is None else _bits(global_scale, 4),
             None if noise is None else noise[..., start:end],
-            Scaling(scaling, rotated),
+            Scaling(scaling, rotated, turned=axis == -2),
         )
         for start, end in pairwise(bounds)
     ]
@@ -116,7 +118,7 @@ def _quantize_blocks(
         scale, reciprocal = block_scale(amax, format, scale_rounding, global_scale)
         codes = encode_magnitude(multiply(finite, reciprocal), element, noise)
     else:
-        blocks = Blocks(finite, amax, format, global_scale, noise)
+        blocks = Blocks(finite, amax, format, global_scale, noise, scaling.turned)
         codes, scale = (
             four_over_six(blocks)
             if scaling.name == "four_over_six"

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..formats import E4M3, UE4M3, Format
 from ..rounding import (
+    LARGEST,
     block_scale,
     decode,
     encode_magnitude,
@@ -24,10 +25,6 @@ from ..rounding import (
 
 __all__ = ["Blocks", "four_over_six", "ms_eden"]
 
-#: What the largest element of a block becomes. Slightly above 6: that clips a little, and loses
-#: less in the mean (arXiv 2601.22813).
-_EDEN_LARGEST = 6 / (17 / 16 * 0.93)
-
 
 class Blocks(NamedTuple):
     """Finite magnitudes in blocks.
@@ -37,6 +34,7 @@ class Blocks(NamedTuple):
         amax: fp32 bits, the same with one row and one column.
         global_scale: fp32 bits.
         noise: uniform 32-bit integers as ``magnitude``, or None.
+        turned: rows are columns of what is quantized.
     """
 
     magnitude: Tensor
@@ -44,6 +42,7 @@ class Blocks(NamedTuple):
     format: Format
     global_scale: Tensor | None
     noise: Tensor | None
+    turned: bool
 
     def scaled(self, largest: float) -> tuple[Tensor, Tensor]:
         """Codes of block scales by which the largest element becomes ``largest``, and fp32 bits of
@@ -58,11 +57,13 @@ def four_over_six(blocks: Blocks) -> tuple[Tensor, Tensor]:
     """Codes of elements and of scales: the largest element of a block becomes 6, or 4 where the
     squared error is then smaller. Source: Cook et al., arXiv 2512.02010."""
     found = []
-    for largest in (6.0, 4.0):
+    for largest in LARGEST["four_over_six"]:
         scale, scaled = blocks.scaled(largest)
         codes = encode_magnitude(scaled, blocks.format.element)
         lost = from_float32_bits(scaled) - _values(codes, blocks.format)
-        sums = _tree_sum((lost * lost).transpose(-3, -2).flatten(-2))  # (..., blocks, elements)
+        squares = (lost * lost).transpose(-3, -2)  # (..., row blocks, column blocks, rows, columns)
+        squares = squares.mT if blocks.turned else squares  # both axes of a square have one sum
+        sums = _tree_sum(squares.flatten(-2))
         value = from_float32_bits(scale_bits(scale, UE4M3))
         found.append((codes, scale, sums[..., None, :, None] * value * value))
     (codes, scale, error), (other_codes, other_scale, other_error) = found
@@ -75,7 +76,7 @@ def ms_eden(blocks: Blocks, rotated: int) -> tuple[Tensor, Tensor]:
     blocks of ``rotated`` elements have the right length along what they were, and then rounded
     stochastically. Source: MS-EDEN, arXiv 2601.22813."""
     assert blocks.noise is not None
-    scale, scaled = blocks.scaled(_EDEN_LARGEST)
+    scale, scaled = blocks.scaled(*LARGEST["ms_eden"])
     codes = encode_magnitude(scaled, blocks.format.element)
     *lead, count, size = scaled.shape
     groups = *lead, count * size // rotated, rotated

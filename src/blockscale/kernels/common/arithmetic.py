@@ -9,7 +9,7 @@ from cutlass import Float32, Uint32
 from ...dtypes import BFLOAT16, FLOAT16, FLOAT32
 from . import ptx
 
-__all__ = ["add", "element", "fma", "multiply", "narrow", "widen"]
+__all__ = ["add", "element", "fma", "multiply", "narrow", "tree_sum", "widen"]
 
 
 def widen(words: list, dtype: np.dtype) -> list:
@@ -47,6 +47,13 @@ def multiply(a: list, b: list, blackwell: bool) -> list:
 def fma(a: list, b: list, c: list, blackwell: bool) -> list:
     """``a * b + c`` of three lists' items, rounded once; Blackwell takes two at a time."""
     return _each(ptx.fma, ptx.fma_pairs if blackwell else None, a, b, c)
+
+
+def tree_sum(values: list, blackwell: bool = False):
+    """The sum of pairs side by side, of pairs of these, and so on."""
+    while len(values) > 1:
+        values = add(values[::2], values[1::2], blackwell)
+    return values[0]
 
 
 def _each(one, two, *lists: list) -> list:

@@ -34,12 +34,17 @@ class Encoder:
 
     A "state" is a running maximum in one word: the magnitudes of two 16-bit elements, or of one
     fp32 element. Under nonfinite="te" a NaN counts as zero in it.
+
+    Attributes:
+        largest: what the largest element of a block becomes, of each UE4M3 scale that is tried;
+            empty for the element's largest value.
     """
 
     spec: Spec
     element: str
     dtype: np.dtype
     blackwell: bool
+    largest: tuple[float, ...] = ()
 
     @classmethod
     def of(cls, config) -> Encoder:
@@ -109,6 +114,13 @@ class Encoder:
         """fp32 bits of each magnitude in a state."""
         return [self._bits(state, i) for i in range(self.per_word)]
 
+    def magnitudes(self, words: list) -> list:
+        """fp32 magnitudes of the elements of words; under nonfinite="te" zero for a NaN."""
+        found = [bits & 0x7FFFFFFF for bits in self._all_bits(words)]
+        if not self.spec.propagate:
+            found = [_select(bits > Uint32(FP32_INF), Uint32(0), bits) for bits in found]
+        return [bits.bitcast(Float32) for bits in found]
+
     def _bits(self, word, i: int):
         """fp32 bits of element ``i`` of a word."""
         return element(word, i, self.dtype).bitcast(Uint32)
@@ -124,8 +136,10 @@ class Encoder:
         return self.encode_scale(value)
 
     def encode_scale(self, global_scale):
-        """What a maximum is multiplied with to become a UE4M3 scale."""
+        """What a maximum is multiplied with to become a UE4M3 scale: of ``largest`` a list."""
         one = _at_most_max(ptx.divide(Float32(1.0), global_scale))
+        if self.largest:
+            return [ptx.divide(one, Float32(float(np.float32(each)))) for each in self.largest]
         return ptx.divide(one, Uint32(self.spec.max_bits).bitcast(Float32))
 
     def table_entry(self, code, global_scale):
@@ -153,11 +167,18 @@ class Encoder:
             scaled = amax.bitcast(Float32) * encode_scale
             code = ptx.fp8_of_four([scaled] * 4, "e4m3") & 0x7F
             reciprocal = ptx.load_shared(table + code * 4, 4)[0]
-        special = spec.scale_nan if spec.propagate else spec.scale_max
-        code = _select(bad, Uint32(special), code)
+        code = self._marked(code, bad)
         if spec.propagate:  # a NaN for a reciprocal makes every element one
             reciprocal = _select(bad, Uint32(FP32_NAN), reciprocal)
         return code, reciprocal
+
+    def marked(self, code, amax):
+        """The stored scale of a block with maximum ``amax``, which need be no number."""
+        return self._marked(code, amax >= Uint32(FP32_INF))
+
+    def _marked(self, code, bad):
+        special = self.spec.scale_nan if self.spec.propagate else self.spec.scale_max
+        return _select(bad, Uint32(special), code)
 
     # --- elements ---------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from .e2m1 import with_signs
 from .ptx import permute
 from .spec import Spec
 
-__all__ = ["stochastic_codes"]
+__all__ = ["stochastic_code", "stochastic_codes"]
 
 
 def stochastic_codes(values: list, noise: list, spec: Spec, nans: bool):
@@ -35,6 +35,12 @@ def stochastic_codes(values: list, noise: list, spec: Spec, nans: bool):
     mixed = permute(*pairs, 0x5410)
     text = "lop3.b32 {$w0}, {$r0}, 0x80808080, {$r1}, 0xEA;"  # a & b | c
     return inline_ptx(text, write_only_types=[Uint32], read_only_args=[mixed, word])
+
+
+def stochastic_code(value, noise, spec: Spec):
+    """The code of an fp32 magnitude; the largest one of a NaN."""
+    code, given = _text(spec, nans=False), [value.bitcast(Uint32), noise]
+    return Uint32(0) - inline_ptx(code, write_only_types=[Uint32], read_only_args=given)
 
 
 def _text(spec: Spec, nans: bool) -> str:

@@ -11,7 +11,7 @@ from ...rounding import _MIN_GLOBAL, FP32_ONE
 from ..common import ptx
 from ..common.pdl import pdl_wait
 from ..common.tensor_specs import any_tensor, compile_for
-from .config import BAND, PANEL, PRODUCERS, Config
+from .config import ACROSS, BAND, PANEL, PRODUCERS, Config
 from .groups import TileRows
 from .kernel import encoder_of, fake_sources
 from .tile import ELEMENTS, STRIP_LANES, Loaded, Loading, Tiles, lane_order, load_words
@@ -91,14 +91,19 @@ class Amax:
             yield words if transform is None else transform.of_row(words)
 
     def columns(self, address, thread, transform):
-        """Words of two columns of a lane, of half of a panel of a band."""
+        """Words of two columns of a lane, as ``PackedColumns`` takes them: of half of a panel of a
+        band, or of 16 columns of all bands."""
         config, itemsize = self.config, self.config.dtype.itemsize
-        bands, size = config.loaded_rows // BAND, config.hadamard
+        bands, size = config.loaded_rows // BAND, min(config.hadamard, BAND)
         for i in range(bands * config.panels * 2 // config.warps):
-            unit = i * config.warps + thread // 32
-            half, band = unit // bands, unit % bands
-            row = half // 2 * config.loaded_rows + band * BAND
-            start = (row * PANEL + half % 2 * (PANEL // 2) + thread % 32 * 2) * itemsize
+            unit, lane = i * config.warps + thread // 32, thread % 32
+            if config.hadamard > BAND:
+                column = (unit * ACROSS + lane % ACROSS) * 2
+                start = (lane // ACROSS * BAND * PANEL + column) * itemsize
+            else:
+                half, band = unit // bands, unit % bands
+                row = half // 2 * config.loaded_rows + band * BAND
+                start = (row * PANEL + half % 2 * (PANEL // 2) + lane * 2) * itemsize
             for first in range(0, BAND, size):
                 rows = [
                     ptx.load_shared(address + start + (first + j) * PANEL * itemsize, 2 * itemsize)

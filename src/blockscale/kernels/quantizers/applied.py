@@ -14,6 +14,7 @@ class Applied:
 
     Attributes:
         noise: random bits of elements.
+        scale_noise: random bits of scales, which are those of blocks' first elements.
         transform: of blocks of elements, before they are quantized.
         squares: whose maxima blocks take for their own.
     """
@@ -21,6 +22,7 @@ class Applied:
     noise: Any = None
     transform: Any = None
     squares: Any = None
+    scale_noise: Any = None
 
 
 NOTHING = Applied()

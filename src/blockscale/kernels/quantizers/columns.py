@@ -184,8 +184,7 @@ class Columns:
         of a square's bands puts down."""
         (row, column), group, band, _ = where
         place, size, groups = self.place, self.block_size, 32 // self.lanes
-        amax = squares.amax(row, column)
-        code, reciprocal = self.encoder.scale(amax)
+        amax, code, reciprocal = squares.scale(row, column)
         for j in range_constexpr(ELEMENTS):
             first = group == j // (ELEMENTS // groups) and band * self.config.band % size == 0
             if first:

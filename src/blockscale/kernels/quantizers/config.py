@@ -11,13 +11,13 @@ import numpy as np
 
 from ...formats import GROUP_TILE, Format, get_format
 from ...layouts import get_layout
-from ..common.gpu import GPUS, SHARED, Gpu, no_kernels
+from ..common.gpu import GPUS, SHARED, Gpu
 from ..common.spec import Spec, specify
 
 __all__ = [
+    "ACROSS",
     "BAND",
     "DOT",
-    "MOST_ROWS",
     "PANEL",
     "PRODUCERS",
     "AmaxConfig",
@@ -25,13 +25,12 @@ __all__ = [
     "Producer",
     "Request",
     "choose_config",
-    "why_not",
 ]
 
 PANEL = 128  # columns of a tile that lie together in shared memory, and of a strip of eight lanes
 DOT = 64  # columns of a row whose products make one partial sum
-MOST_ROWS = 32  # of a block that is transformed along columns
 BAND = 32  # rows that a warp takes at once along columns, at most
+ACROSS = 32 // (PANEL // BAND)  # lanes side by side, where a warp takes all bands of a panel
 _TILE = 128 * 128  # elements that a CTA takes
 _FEW_ROWS = 16
 _SECTOR = 32
@@ -88,6 +87,7 @@ class Request(NamedTuple):
         fours: these are numbered such that four elements that follow each other share a call of
             Philox; found by the call.
         hadamard: the size of a transform before, along each of ``axes``; 0 for none.
+        scaling: of ``quantization.SCALINGS``; "ms_eden" rounds scales by the bits, not elements.
     """
 
     format: str
@@ -103,6 +103,7 @@ class Request(NamedTuple):
     stochastic: bool = False
     fours: bool = True
     hadamard: int = 0
+    scaling: str = "amax"
 
     @property
     def fmt(self) -> Format:
@@ -133,7 +134,7 @@ class Config:
             gathered; else by plain loads, an element at a time.
         column_store: bytes of a store of column-wise data: 16 or 1, of 4-bit data 16 or 8.
         scale_stores: bytes of a store of scales, for each of ``axes``.
-        stochastic, fours, hadamard, square: of the request.
+        stochastic, fours, hadamard, square, scaling: of the request.
     """
 
     arch: str
@@ -160,6 +161,7 @@ class Config:
     fours: bool = True
     hadamard: int = 0
     square: bool = False
+    scaling: str = "amax"
 
     @property
     def spec(self) -> Spec:
@@ -216,35 +218,6 @@ class AmaxConfig(Config):
     along: int = -1
 
 
-def why_not(request: Request, arch: str) -> str:
-    """Why there is no kernel for such a call; empty where there is one."""
-    format = request.fmt
-    if arch not in GPUS:
-        return f"architecture {arch}: {no_kernels(arch, GPUS)}"
-    if format.element.bits == 6:
-        return f"format {format.name}: no kernel packs 6-bit elements"
-    for layout in request.layouts:
-        if format.scale.nbytes not in get_layout(layout).itemsize:
-            return f"layout {layout}: does not hold scales of {format.name}"
-        if format.block[0] > 1 and layout != "compact":
-            return f"format {format.name}: its kernels write compact scales"
-    if request.square and format.block[0] > 1:
-        return f"square: blocks of {format.name} are squares; leave it out"
-    return _why_not_transform(request) if request.hadamard else ""
-
-
-def _why_not_transform(request: Request) -> str:
-    """Lanes must have what is transformed: 16 elements of a row, or 32 rows of 4-bit columns."""
-    size, format = request.hadamard, request.fmt
-    if format.block[0] > 1:
-        return f"hadamard: no kernel transforms before it has blocks of {format.name}"
-    if -2 in request.axes and format.element.bits == 8:
-        return "hadamard with axis=-2: no kernel transforms columns of 8-bit elements"
-    if -2 in request.axes and size > MOST_ROWS:
-        return f"hadamard with axis=-2: size {size}; kernels have sizes up to {MOST_ROWS} there"
-    return ""
-
-
 def choose_config(
     shape: tuple[int, int],
     sources: Sequence[tuple[int, int]],
@@ -298,6 +271,7 @@ def choose_config(
         fours=request.fours,
         hadamard=request.hadamard,
         square=request.square,
+        scaling=request.scaling,
     )
 
 

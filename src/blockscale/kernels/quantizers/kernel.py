@@ -15,6 +15,7 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute, range_const
 
 from ...dtypes import FLOAT32
 from ...formats import GROUP_TILE, get_format, padded_groups
+from ...rounding import LARGEST
 from ..common import ptx
 from ..common.encode import Encoder
 from ..common.pdl import pdl_wait
@@ -168,6 +169,8 @@ class Quantizer:
         transform = None
         if config.hadamard:
             transform = Transform.of(config.hadamard, config.dtype, given[-2:])
+        if config.scaling == "ms_eden":
+            return Applied(transform=transform, scale_noise=noise)
         return Applied(noise, transform)
 
     @cute.jit
@@ -186,7 +189,7 @@ class Quantizer:
         if const_expr(config.grouped):  # what was not loaded, and what is another expert's
             self.tiles.clear(loaded.tiles, rows.stop - rows.start)
         if const_expr(rows.applied.squares is not None):
-            rows.applied.squares.find(parts[0].address)
+            rows.applied.squares.find(parts[0].address, encode_scale, table)
         made = self.packed is not None
         if const_expr(made):
             self.tiles.produce(loaded)
@@ -255,7 +258,7 @@ class Quantizer:
 
 def encoder_of(config: Config) -> Encoder:
     """What is transformed is fp32 then."""
-    encoder = Encoder.of(config)
+    encoder = replace(Encoder.of(config), largest=LARGEST.get(config.scaling, ()))
     return replace(encoder, dtype=FLOAT32) if config.hadamard else encoder
 
 

@@ -56,6 +56,19 @@ class Noise:
             return [word for each in starts for word in self._four(each)]
         return [self._one(start + _at(i, order)) for i in range(16)]
 
+    def of_element(self, row, column):
+        """Of one element of a row, whose ``column`` is a multiple of four."""
+        index = self._index(row, column)
+        return self._four(index)[0] if self.fours else self._one(index)
+
+    def of_pair(self, row, column) -> list:
+        """Of two elements of a row. Lanes side by side have columns side by side."""
+        index = self._index(row, column)
+        if not self.fours:
+            return [self._one(index + i) for i in range(2)]
+        words, odd = self._four(index), cute.arch.lane_idx() % 2 == 1
+        return [Uint32(select_(odd, words[i + 2], words[i])) for i in range(2)]
+
     def of_pairs(self, row, column, count: int) -> list:
         """Of two columns of ``count`` rows, an even number: a pair of each row. Lanes side by side
         have columns side by side.

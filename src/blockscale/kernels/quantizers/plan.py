@@ -15,9 +15,10 @@ from ...dtypes import from_torch
 from ...layouts import get_layout
 from ..common.gpu import Gpu, Unsupported
 from ..common.runtime import FLOATS, Described, gpu_of, missing
-from .config import PANEL, PRODUCERS, AmaxConfig, Config, Request, choose_config, why_not
+from .config import PANEL, PRODUCERS, AmaxConfig, Config, Request, choose_config
 from .further import PLAIN, Further
 from .outputs import Output, choose_output
+from .refusals import why_not
 
 __all__ = ["QuantizePlan", "as_matrix", "plan_amax", "plan_quantize", "unsupported"]
 
@@ -133,6 +134,7 @@ def _alone(request: Request) -> list[tuple[str, str]]:
         "seed": request.stochastic,
         "hadamard": request.hadamard > 0,
         "square": request.square,
+        "scaling": request.scaling != "amax",
     }
     given = {
         "offsets": request.grouped,

@@ -11,6 +11,8 @@ from cutlass import Int64, Uint32, const_expr, cute, range_constexpr, select_
 
 from ..common import ptx
 from ..common.encode import Encoder
+from ..common.four_over_six import better_scale
+from ..common.ms_eden import corrected_scales
 from .config import PANEL, Config
 from .scales import Staging
 from .tile import ELEMENTS, STRIP_LANES, lane_order
@@ -60,13 +62,19 @@ class Rows:
         stop = pitch if const_expr(part.stop is None) else part.stop * bits // 8
         squares = rows.applied.squares
         if const_expr(squares is not None):
-            amax = squares.amax(row, column)
+            amax, code, reciprocal = squares.scale(row, column, encode_scale, table)
         else:
             state = encoder.states(words)
             for j in range_constexpr(lanes.bit_length() - 1):
                 state = encoder.merge(state, cute.arch.shuffle_sync_bfly(state, 1 << j))
             amax = encoder.amax(state)
-        code, reciprocal = encoder.scale(amax, encode_scale, table)
+            if const_expr(config.scaling == "four_over_six"):
+                magnitudes = encoder.magnitudes(words)
+                code, reciprocal = better_scale(encoder, magnitudes, amax, encode_scale, table)
+            elif const_expr(config.scaling == "ms_eden"):
+                code, reciprocal = self.corrected(part, words, where, rows, encode_scale[0], table)
+            else:
+                code, reciprocal = encoder.scale(amax, encode_scale, table)
         if const_expr(place.pad > 1 or config.spread or squares is not None):  # padding is zero
             last = rows.scale_stop if const_expr(config.spread or not config.grouped) else rows.stop
             code = select_(rows.start + row < last, code, Uint32(0))
@@ -80,3 +88,10 @@ class Rows:
         column = (part.column + column) * bits // 8
         if row < rows.stop and column < stop:
             ptx.store_global(data.iterator.toint() + Int64(row) * pitch + column, codes, stored)
+
+    def corrected(self, part, words, where, rows, encode_scale, table) -> tuple:
+        """Scale and reciprocal of a block whose scale is corrected."""
+        applied, (row, column) = rows.applied, where
+        noise = applied.scale_noise.of_element(rows.start + row, part.column + column)
+        distances = applied.transform.distances_of_rows
+        return corrected_scales(self.encoder, [words], encode_scale, table, [noise], distances)[0]

@@ -1,8 +1,8 @@
 # mypy: ignore-errors
 """A Hadamard transform of blocks along the contraction, in fp32: ``hadamard.transformed``.
 
-A lane has 16 elements of a row, or all of a block of two columns. Elements of a row further apart
-are another lane's: two lanes exchange all that they have, once for each doubling of the block.
+A lane has 16 elements of a row, or up to 32 of two columns. Elements further apart are another
+lane's: two lanes exchange all that they have, once for each doubling of the block.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from cutlass import Float32, Uint32, cute, select_
 
 from ..common import ptx
 from ..common.arithmetic import widen
+from .config import ACROSS, BAND
 
 __all__ = ["Transform"]
 
@@ -41,18 +42,31 @@ class Transform:
         if lanes > 1:
             signs = signs >> Uint32(lane % 2 * _LANE)
         values = self._in_lane(widen(words, self.dtype), signs)
-        distance = 1
-        while distance < lanes:
-            # the sum, or the other lane's minus this one's
-            minus = (lane & distance) << (31 - distance.bit_length() + 1)
-            values = [self._across(value, minus, distance) for value in values]
-            distance *= 2
+        for distance in self.distances_of_rows:
+            values = self._across(values, distance)
         return self._scaled(values)
 
+    @property
+    def distances_of_rows(self) -> tuple[int, ...]:
+        """To the lanes that have other elements of a block of a row, the nearest first."""
+        return _powers(1, self.size // _LANE)
+
+    @property
+    def distances_of_columns(self) -> tuple[int, ...]:
+        """To the lanes that have other elements of a block of a column, the nearest first."""
+        return _powers(ACROSS, self.size // BAND * ACROSS)
+
     def of_columns(self, rows: list) -> list:
-        """fp32 words of each row, of ``rows`` of words of whole blocks along columns."""
+        """fp32 words of each row, of ``rows`` of words: of whole blocks along columns, or of a
+        band of them, of which lanes eight apart have the next. Then all lanes of a warp meet."""
+        signs, bands = self.signs[0], self.size // BAND
+        for i, word in enumerate(self.signs[1:bands], 1):
+            signs = Uint32(select_(cute.arch.lane_idx() // ACROSS % bands == i, word, signs))
         columns = zip(*(widen(words, self.dtype) for words in rows), strict=True)
-        made = [self._scaled(self._in_lane(list(each), self.signs[0])) for each in columns]
+        made = [self._in_lane(list(each), signs) for each in columns]
+        for distance in self.distances_of_columns:
+            made = [self._across(values, distance) for values in made]
+        made = [self._scaled(values) for values in made]
         return [list(row) for row in zip(*made, strict=True)]
 
     def _in_lane(self, values: list, signs) -> list:
@@ -71,13 +85,23 @@ class Transform:
     def _signed(self, value, signs, i: int):
         return _flipped(value, (signs << (31 - i)) & Uint32(1 << 31))
 
-    def _across(self, value, minus, distance: int):
-        other = cute.arch.shuffle_sync_bfly(value, distance)
-        return ptx.add(other, _flipped(value, minus))
+    def _across(self, values: list, distance: int) -> list:
+        """The sum, or the other lane's minus this one's."""
+        minus = (cute.arch.lane_idx() & distance) << (31 - distance.bit_length() + 1)
+        found = []
+        for value in values:
+            other = cute.arch.shuffle_sync_bfly(value, distance)
+            found.append(ptx.add(other, _flipped(value, minus)))
+        return found
 
     def _scaled(self, values: list) -> list:
         factor = Float32(float(np.float32(1 / math.sqrt(self.size))))
         return [ptx.multiply(value, factor).bitcast(Uint32) for value in values]
+
+
+def _powers(first: int, stop: int) -> tuple[int, ...]:
+    """``first``, twice as much, and so on, below ``stop``."""
+    return tuple(first << i for i in range((stop // first).bit_length() - 1))
 
 
 def _flipped(value, sign):
