@@ -19,6 +19,7 @@ from blockscale.ops import gemm_cpu
 from blockscale.rounding import float32_bits
 
 pytest.importorskip("numba")
+bf16 = pytest.importorskip("blockscale.kernels.cpu.bf16")
 
 __all__ = ["three_threads"]  # a fixture
 
@@ -133,7 +134,8 @@ def test_random_calls(
     name: str, m: int, n: int, k: int, kind: str, dtype: torch.dtype, plus: str, plain: bool,
     seed: int,
 ) -> None:  # fmt: skip
-    """A few rows have the order's bits, more those of ``backend="reference"``."""
+    """A few rows have the order's bits; more those of ``backend="reference"``, or sums of their own
+    where a processor's bfloat16 is exact (test_cpu_bf16 has those)."""
     g = torch.Generator().manual_seed(seed)
     w = quantized(formats[name], (n, k), kind, seed)
     x = torch.randn(m, k, generator=g).bfloat16()
@@ -148,7 +150,20 @@ def test_random_calls(
         got = bs.gemm(a, w.mT, out=out, backend="kernel", **given)
         assert got is out
     what = name, m, n, k, kind, dtype, plus, plain, seed
-    if m <= cpu.MAX_SKINNY_M:
+    own_sums = bf16.available() and bf16.is_exact(formats[name]) and not plain
+    if m > cpu.MAX_SKINNY_M and own_sums:
+        left, right = dequantized(a).double(), dequantized(w).double().mT
+        want = left @ right
+        if kind == "numbers":
+            left, right = (t.abs() for t in (left, right))
+            for more in (bias, c):
+                want = want if more is None else want + more
+            rounding = {FP32: 0, BF16: 2.0**-8, torch.float16: 2.0**-11}[dtype]
+            bound = (k + 8) * 2.0**-23 * (left @ right + 8) + rounding * want.abs() + 2.0**-24
+            assert ((got - want).abs() <= bound).all(), what
+        else:  # sums that overflow do so in any order
+            assert got[want.isnan()].isnan().all(), what
+    elif m <= cpu.MAX_SKINNY_M:
         sums = in_order(x.float() if plain else dequantized(a), dequantized(w))
         same(got, reference.epilogue(sums, dtype, bias, c), what)
     elif c is None:

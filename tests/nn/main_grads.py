@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 import blockscale as bs
-from blockscale import reference
 
 __all__ = [
     "BF16",
@@ -59,15 +58,19 @@ def train(layer, given):
     return found
 
 
+def quantized_columns(x, recipe, role):
+    return bs.quantize(x, recipe.format_of(role).name, -2, pad=True)
+
+
 def columns(x, recipe, role):
-    q = bs.quantize(x, recipe.format_of(role).name, -2, pad=True)
-    return q.dequantize(F32)
+    return quantized_columns(x, recipe, role).dequantize(F32)
 
 
 def expected(given, recipe, dtype=F32):
     """By the definition of the product: fp32 sums, rounded once a micro-batch."""
     total = torch.zeros(given[0][1].shape[1], given[0][0].shape[1], dtype=dtype)
     for x, g in given:
-        left, right = columns(g, recipe, "gradients"), columns(x, recipe, "activations")
-        total = reference.gemm(left.mT, right, out_dtype=dtype, c=total)
+        left = quantized_columns(g, recipe, "gradients")
+        right = quantized_columns(x, recipe, "activations")
+        total = (bs.gemm(left.mT, right, F32) + total.float()).to(dtype)
     return total

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from blockscale import ops, reference
+from blockscale import ops
 from blockscale.formats import get_format
 from blockscale.kernels.common.calls import CompiledGemm, Operand
 from blockscale.kernels.common.gpu import Unsupported
@@ -17,8 +17,7 @@ from blockscale.kernels.common.template import template
 from blockscale.kernels.quantizers import calls as quantizers
 from blockscale.kernels.quantizers.outputs import choose_output
 from blockscale.nn import plan_cache
-from blockscale.ops import gemm_kernels
-from blockscale.ops.dequantize import values
+from blockscale.ops import gemm_cpu, gemm_kernels
 from blockscale.ops.gemm_operands import Products, Side
 from stand_in import gpu
 
@@ -91,8 +90,8 @@ def _transform(further: Any) -> Any:
 
 @contextmanager
 def torch_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counts]:
-    """A GPU whose tensors are on the CPU and whose kernels are the reference, written in torch: the
-    numbers of layers on a CPU, quickly."""
+    """A GPU whose tensors are on the CPU and whose kernels are those of a CPU, and the
+    reference's quantizers: the numbers of layers on a CPU."""
     counts, shapes = Counts(), []
 
     def lay(a: Side, b: Side) -> Any:
@@ -109,9 +108,7 @@ def torch_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counts]:
             scalars = alpha if isinstance(alpha, tuple) else (None, None)
             left = Side(a, a_scale, scalars[0], call.a.format, "compact", a_shape)
             right = Side(b, b_scale, scalars[1], call.b.format, "compact", b_shape)
-            x, w = values(left, -1), values(right, -2)
-            c = out if call.accumulate else None
-            out.copy_(reference.gemm(x, w, out_dtype=call.out_dtype, bias=bias, c=c))
+            gemm_cpu.multiply(left, right, bias, out, call.accumulate, call.out_dtype)
 
         like = template((a_shape[0], b_shape[1]), call.out_dtype, call.device)
         return CompiledGemm(None, run, like, lambda *operands: operands)

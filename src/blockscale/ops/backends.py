@@ -139,7 +139,13 @@ def _on_cpu(operation: str) -> tuple[str, str]:
         return "reference", f"{reason} for compiled kernels"
     if operation == "gemm":
         few = f"up to {MAX_SKINNY_M} rows of a by one kernel"
-        return "numba + torch", f"{few}; more by torch, dequantized to fp32 by a kernel"
+        from ..kernels.cpu import bf16  # imports numba
+
+        torch_multiplies = "by torch, dequantized to fp32 by a kernel"
+        if not bf16.available():
+            return "numba + torch", f"{few}; more {torch_multiplies}"
+        exact = "more by one with AVX512_BF16 where bfloat16 holds operands"
+        return "numba + torch", f"{few}; {exact}, else {torch_multiplies}"
     if operation == "grouped_gemm":
         return "numba + torch", "each group of rows as gemm; groups along K by torch"
     if operation == "gemm_quantize":

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ... import error_sums, jit
-from . import arith, comparing, decoding, encoding, multiplying, swiglu
+from . import arith, comparing, decoding, encoding, multiplying, pairing, swiglu, tiling
 
 _sources = [*sorted(Path(__file__).parent.glob("*.py")), Path(error_sums.__file__)]
 _cached = jit.cached([*_sources, Path(jit.__file__)])
@@ -58,6 +58,35 @@ def multiply_rows(
         x, data, scale8, scale32, out, geometry, spec, values, scales, global_scale, least, scratch,
         first, last,
     )  # fmt: skip
+
+
+@_cached
+def pair_row_tiles(
+    data, scale8, scale32, out, geometry, spec, values, scales, least, scratch, first, last
+):
+    return pairing.pair_row_tiles(
+        data, scale8, scale32, out, geometry, spec, values, scales, least, scratch, first, last
+    )
+
+
+@_cached
+def interleave_rows(pairs, out, rows, columns, width, first, last):
+    pairing.interleave_rows(pairs, out, rows, columns, width, first, last)
+
+
+@_cached
+def pair_column_tiles(
+    data, scale8, scale32, out, geometry, spec, values, scales, least, panels, scratch, first, last
+):
+    return pairing.pair_column_tiles(
+        data, scale8, scale32, out, geometry, spec, values, scales, least, panels, scratch, first,
+        last,
+    )  # fmt: skip
+
+
+@_cached
+def multiply_tiles(a, b, out, m, n, pairs, panels, a_scalar, b_scalar, sums, first, last):
+    tiling.multiply_tiles(a, b, out, m, n, pairs, panels, a_scalar, b_scalar, sums, first, last)
 
 
 @_cached

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...jit import compiled, spliced
+from ...jit import compiled, inlined, spliced
 from .arith import INF, exact_multiply, store
 from .intrinsics import as_bits, as_float, fill16, shl
 from .packing import unpack
@@ -27,42 +27,59 @@ def make_scratch(width: int) -> Scratch:
     )
 
 
+@inlined
+def element(code, spec):
+    """fp32 bits of a code (int32), unscaled; without NaN and infinities."""
+    sign = np.int32(1 << (spec.bits - 1))
+    magnitude, first_normal = np.int32(code & np.int32(sign - 1)), np.int32(1 << spec.mantissa_bits)
+    bias = np.int32((127 - spec.bias) << 23)
+    normal = np.int32(shl(magnitude, np.int32(23 - spec.mantissa_bits)) + bias)
+    step = as_float(np.int32((128 - spec.bias - spec.mantissa_bits) << 23))
+    subnormal = as_bits(np.float32(magnitude) * step)
+    value = np.int32(normal if magnitude >= first_normal else subnormal)
+    return np.int32(value | shl(np.int32(code & sign), np.int32(32 - spec.bits)))
+
+
 @compiled
 def _decode_row(codes, scale, global_scale, spec, out):
     """Write a line of values and return its largest code."""
-    sign, up = np.int32(1 << (spec.bits - 1)), np.int32(32 - spec.bits)
-    mask, first_normal = np.int32(sign - 1), np.int32(1 << spec.mantissa_bits)
-    shift, bias = np.int32(23 - spec.mantissa_bits), np.int32((127 - spec.bias) << 23)
-    step = as_float(np.int32((128 - spec.bias - spec.mantissa_bits) << 23))
-    largest = np.int32(0)
+    mask, largest = np.int32((1 << (spec.bits - 1)) - 1), np.int32(0)
     for c in range(out.size):
         code = np.int32(codes[c])
-        magnitude = np.int32(code & mask)
-        largest = max(largest, magnitude)
-        normal = np.int32(shl(magnitude, shift) + bias)
-        subnormal = as_bits(np.float32(magnitude) * step)
-        value = np.int32(normal if magnitude >= first_normal else subnormal)
-        value = np.int32(value | shl(np.int32(code & sign), up))
-        store(out, c, as_bits(as_float(value) * scale[c] * global_scale))
+        largest = max(largest, np.int32(code & mask))
+        store(out, c, as_bits(as_float(element(code, spec)) * scale[c] * global_scale))
     return largest
 
 
 @compiled
 def spread_scales(scale8, scale32, scales, at, n, size, least, scratch):
     """Scales of ``n`` columns, from block ``at`` on; whether some are tiny, or not finite."""
-    tiny = nonfinite = False
-    for b in range(-(-n // size)):
-        s = scales[scale8[at + b]] if scale8.size else scale32[at + b]
-        m = np.int32(s & np.int32(0x7FFFFFFF))
-        tiny |= m > 0 and m < least
-        nonfinite |= m >= INF
-        scratch.scale_bits[b] = s
-        if size == 1:
-            scratch.scale[b] = as_float(s)
-        else:
+    bits = scratch.scale_bits[: -(-n // size)]
+    if scale8.size:
+        codes = scale8[at : at + bits.size]
+        for b in range(bits.size):
+            bits[b] = scales[codes[b]]
+    else:
+        given = scale32[at : at + bits.size]
+        for b in range(bits.size):
+            bits[b] = given[b]
+    tiny, nonfinite = np.int32(0), np.int32(0)
+    for b in range(bits.size):
+        m = np.int32(bits[b] & np.int32(0x7FFFFFFF))
+        tiny |= np.int32((m > 0) & (m < np.int32(least)))
+        nonfinite |= np.int32(m >= np.int32(INF))
+    if size == 1:
+        for c in range(bits.size):
+            scratch.scale[c] = as_float(bits[c])
+    elif size == 32:
+        for b in range(bits.size):
+            fill16(scratch.scale, 32 * b, as_float(bits[b]))
+            fill16(scratch.scale, 32 * b + 16, as_float(bits[b]))
+    else:
+        for b in range(bits.size):
             for i in range(b * size, b * size + size, 16):
-                fill16(scratch.scale, i, as_float(s))
-    return tiny, nonfinite
+                fill16(scratch.scale, i, as_float(bits[b]))
+    return tiny != 0, nonfinite != 0
 
 
 @compiled

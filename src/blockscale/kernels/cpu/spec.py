@@ -76,6 +76,7 @@ class Strided(NamedTuple):
         )
 
 
+@lru_cache(maxsize=1024)
 def geometry(x: Strided, format: Format, axis: int, in_rows: bool = False) -> Geometry:
     """How the loops walk over ``x`` (leads, M, K), blocked along ``axis``.
 
