@@ -80,8 +80,11 @@ def multiply_groups(
 
 
 def _rows(a: Side, start: int, end: int) -> Side:
-    """Some rows, with the one global scale that they have; plain where they have several."""
+    """Some rows, with the one global scale that they have; plain where they have several, and where
+    they may cut blocks."""
     scalar, shape = a.global_scale, (end - start, a.shape[-1])
+    if a.format is not None and a.kind.block[0] > 1:
+        return Side(values(a, -1)[start:end], None, None, None, "compact", shape)
     if is_per_group(scalar):
         size = a.shape[0] // len(scalar)
         if start // size != (end - 1) // size:

@@ -67,6 +67,11 @@ class NormConfig:
         return self.layout != "compact"
 
     @property
+    def scaling(self) -> str:
+        """As of ``Config``: no other is asked of a norm's rows."""
+        return "amax"
+
+    @property
     def row_multiple(self) -> int:
         """The layout has scales of a multiple of so many rows."""
         return get_layout(self.layout).pad[0]
