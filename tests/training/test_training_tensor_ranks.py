@@ -70,7 +70,9 @@ def test_gradients_in_fp32(mesh, settings, text, monkeypatch):
         for role, seen in one["statistics"].items():
             found = other["statistics"][role]
             assert found["elements"] == seen["elements"]
-            assert found["saturated_per_million"] == seen["saturated_per_million"]
+            # an element at the border of saturation goes either way by another order of sums
+            saturated = pytest.approx(seen["saturated_per_million"], rel=1e-4)
+            assert found["saturated_per_million"] == saturated
             # parts of a batch are tensors of their own
             near = 1e-4 if name == "mxfp8" and "fsdp" not in mesh else 0.1
             assert found["sqnr_db"] == pytest.approx(seen["sqnr_db"], abs=near)
