@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 from unittest.mock import patch
 
@@ -460,6 +461,9 @@ def test_as_a_dict():
     for recipe in (*map(bs.Recipe.nvfp4, METHODS), *others):
         assert bs.Recipe.from_dict(recipe.to_dict()) == recipe
         assert recipe.text == bs.Recipe.from_dict(recipe.to_dict()).text
+        values = recipe.to_dict()
+        values.pop("overrides", None)
+        assert json.loads(recipe.text) == values
         assert eval(repr(recipe), vars(bs)) == recipe
     with pytest.raises(ValueError, match=r"values: .*'signs'"):
         bs.Quantization.from_dict({"signs": 3})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
@@ -126,7 +125,8 @@ class Recipe:
         object.__setattr__(self, "overrides", _pairs(self.overrides))
         object.__setattr__(self, "quantization", _quantization(self.quantization))
         self._check_quantization(used)
-        object.__setattr__(self, "text", json.dumps(self.to_dict()))
+        values = {name: value for name, value in self.to_dict().items() if name != "overrides"}
+        object.__setattr__(self, "text", _json(values))
 
     @classmethod
     def nvfp4(
@@ -327,6 +327,18 @@ def _pairs(overrides: Any) -> tuple[tuple[str, Recipe | None], ...]:
         if recipe is not None:
             check_recipe(recipe, f"overrides[{pattern!r}]")
     return tuple(found.items())
+
+
+def _json(value: Any) -> str:
+    """By the json module's rules, of names and numbers: torch.compile, which may see a recipe made,
+    cannot trace that module."""
+    if isinstance(value, dict):
+        return "{" + ", ".join([f'"{name}": {_json(each)}' for name, each in value.items()]) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join([_json(each) for each in value]) + "]"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return f'"{value}"' if isinstance(value, str) else str(value)
 
 
 def _quantization(given: Any) -> tuple[tuple[str, Quantization], ...]:
