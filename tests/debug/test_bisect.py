@@ -162,10 +162,10 @@ def test_recipes_that_round_stochastically(before):
     loss(model(X)).backward()
     steps = {name: step.clone() for name, step in model.named_buffers() if "rounding" in name}
     assert len(steps) == (3 if before.is_random else 0)
-    given = {"recipes": [bs.Recipe.nvfp4()]}
+    given = {"recipes": [bs.Recipe.nvfp4("ms_eden")]}
     found, again = bisect(model, X, loss, **given), bisect(model, X, loss, **given)
     assert found == again
-    assert {"Recipe.nvfp4()"} == {cost.format for cost in found.costs}
+    assert {"Recipe.nvfp4('ms_eden')"} == {cost.format for cost in found.costs}
     for name, step in model.named_buffers():
         assert "rounding" not in name or torch.equal(step, steps[name])
     assert all(layer.recipe == before for layer in model.layers)

@@ -3,6 +3,7 @@ not tried one by one."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -204,7 +205,7 @@ def _halved(
         for product in PRODUCTS
         if product not in recipe.high_precision
     ]
-    named = {str(recipe).removeprefix("Recipe('").removesuffix("')") for recipe in recipes.values()}
+    named = {re.sub(r"^Recipe\('(\w+)'\)$", r"\1", str(each)) for each in recipes.values()}
     format = named.pop() if len(named) == 1 else "as converted"
 
     def cost(some: Sequence[tuple[str, str]]) -> Cost:
