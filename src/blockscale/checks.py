@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
-__all__ = ["check_axis", "check_flag", "check_target", "choose", "reading"]
+__all__ = ["check_axis", "check_flag", "check_saved", "check_target", "choose", "reading"]
 
 _AXES = {-1: -1, -2: -2}
 
@@ -19,6 +19,16 @@ def check_flag(name: str, value: object) -> None:
     """TypeError unless it is True or False."""
     if value is not True and value is not False:
         raise TypeError(f"{name}: got {value!r}; expected True or False")
+
+
+def check_saved(values: object, known: Iterable[str]) -> None:
+    """TypeError unless these are values by name, as ``to_dict()`` gives them; ValueError for names
+    that are not ``known``."""
+    if not isinstance(values, Mapping):
+        raise TypeError(f"values: got {type(values).__name__}; expected what to_dict() gives")
+    names = dict.fromkeys(known)
+    for name in values:
+        choose("values", name, names)
 
 
 def choose(what: str, given: object, known: Mapping[Any, T]) -> T:

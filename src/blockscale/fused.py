@@ -268,13 +268,7 @@ def _norm(
     )
     count = 2 * len(call.axes)
     statistics = results[count : count + 1 + centered]
-    if call.format.has_global_scale and scalar is None:
-        scalar = results[-1]
-    tensors = [
-        wrap(inputs[0], call, i, results[2 * i], results[2 * i + 1], scalar, None)
-        for i in range(len(call.axes))
-    ]
-    return *tensors, *statistics
+    return *_wrapped(inputs[0], call, results, scalar, None), *statistics
 
 
 def _swiglu(
@@ -307,13 +301,23 @@ def _swiglu(
     )
     count = 2 * len(call.axes)
     of_weights = results[count] if grad is not None and weights is not None else None
+    return _wrapped(values, call, results, scalar, offsets), of_weights
+
+
+def _wrapped(
+    like: Tensor,
+    call: Call,
+    results: list[Tensor],
+    scalar: Tensor | None,
+    offsets: Tensor | None,
+) -> tuple[ScaledTensor, ...]:
+    """The tensors that an op's ``results`` begin with; a global scale that it found comes last."""
     if call.format.has_global_scale and scalar is None:
         scalar = results[-1]
-    tensors = tuple(
-        wrap(values, call, i, results[2 * i], results[2 * i + 1], scalar, offsets)
+    return tuple(
+        wrap(like, call, i, results[2 * i], results[2 * i + 1], scalar, offsets)
         for i in range(len(call.axes))
     )
-    return tensors, of_weights
 
 
 def _each(

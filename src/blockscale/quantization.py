@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from .checks import check_flag, choose
+from .checks import check_flag, check_saved, choose
 from .hadamard import Hadamard
 
 __all__ = ["PLAIN", "SCALINGS", "Quantization", "check_eden"]
@@ -115,10 +115,7 @@ class Quantization:
 
         Raises TypeError for what is no mapping, ValueError for fields that there are not.
         """
-        if not isinstance(values, Mapping):
-            raise TypeError(f"values: got {type(values).__name__}; expected what to_dict() gives")
-        for name in values:
-            choose("values", name, dict.fromkeys(f.name for f in fields(cls)))
+        check_saved(values, (f.name for f in fields(cls)))
         given = dict(values)
         if isinstance(given.get("hadamard"), Mapping):
             given["hadamard"] = Hadamard(**given["hadamard"])

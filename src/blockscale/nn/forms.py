@@ -15,7 +15,7 @@ from ..tensor import ScaledTensor
 from .operand import Operand
 from .seeds import OperandSeed, needed, with_signs
 
-__all__ = ["Forms", "quantize_forms"]
+__all__ = ["Forms", "padded", "quantize_forms"]
 
 
 class Forms(NamedTuple):
@@ -57,7 +57,7 @@ def quantize_forms(
     for name, axis, asked in (("rows", -1, rows), ("columns", -2, columns)):
         if asked:
             quantization = getattr(operand, name)
-            given = _padded(x, axis, operand.contraction(axis, x.shape[axis]))
+            given = padded(x, axis, operand.contraction(axis, x.shape[axis]))
             if quantization.hadamard is not None and quantization.random_signs:
                 given = with_signs(given, axis, quantization.hadamard, needed(seed))
             more = _arguments(quantization, given.shape, global_scale, seed)
@@ -81,7 +81,7 @@ def _arguments(
     return found
 
 
-def _padded(x: Tensor, axis: int, size: int) -> Tensor:
+def padded(x: Tensor, axis: int, size: int) -> Tensor:
     """``x`` with zeros up to ``size`` along ``axis``: transforms mix them with what is there."""
     more = size - x.shape[axis]
     return torch.nn.functional.pad(x, (0, more) if axis == -1 else (0, 0, 0, more)) if more else x

@@ -87,12 +87,13 @@ class PlannedLinear(torch.autograd.Function):
         seed: LayerSeed | None,
     ) -> Tensor:
         y, (columns, scalar) = plan.forward(x, weight, bias, dgrad=dgrad, seed=seed)
+        numbers, step = numbers_of(seed)
         ctx.save_for_backward(
             *(weight if dgrad else None, scalar if dgrad else None),
             *((None, None, None) if columns is None else columns),
-            None if seed is None else seed.step,
+            step,
         )
-        ctx.plan, ctx.seed = plan, None if seed is None else numbers_of(seed)[0]
+        ctx.plan, ctx.seed = plan, numbers
         ctx.leaf = None if columns is None else leaf_of("weight", weight)
         return y
 
@@ -100,7 +101,7 @@ class PlannedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         plan, needs = ctx.plan, ctx.needs_input_grad[:3]
         weight, scalar, data, scale, x_scalar, step = ctx.saved_tensors
-        seed = None if step is None else seed_of_numbers(ctx.seed, step)
+        seed = seed_of_numbers(ctx.seed, step)
         kept = None if data is None else Parts(data, scale, x_scalar), scalar
         if weight is not None and weight.stride(-1) != 1:  # hooks of saved tensors may give it so
             weight = weight.contiguous()

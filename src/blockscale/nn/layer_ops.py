@@ -73,7 +73,7 @@ def linear_fprop(
     weight = weight if weight.stride(-1) == 1 else weight.contiguous()
     metadata = Metadata(recipe_of(recipe), torch.Size(x_shape), (x_dtype, weight.dtype, None))
     layer = Layer(metadata, describe(weight), out_dtype, weight.device, reuses=False)
-    found = None
+    of_layer, found = seed_of_numbers(seed, step), None
     gpu = _common_gpu(layer, x_data, bias)
     if gpu is not None:
         key = "fprop", gpu, layer, x_layout, wgrad, describe(bias)
@@ -81,11 +81,10 @@ def linear_fprop(
     if found is not None:
         x, plan = found
         rows = x.parts_of(x_data, x_scale, x_global, -1)
-        y, scalar = plan(rows, weight, bias, seed=seed_of_numbers(seed, step))
+        y, scalar = plan(rows, weight, bias, seed=of_layer)
     else:
         form = activation_of(layer.metadata, x_layout, (x_data, x_scale, x_global), -1)
-        given = seed_of(seed_of_numbers(seed, step), "weights")
-        quantize_weight = partial(quantize_forms, seed=given)
+        quantize_weight = partial(quantize_forms, seed=seed_of(of_layer, "weights"))
         y, scalar = passes.multiply(form, weight, bias, metadata.recipe, out_dtype, quantize_weight)
     return [y] if scalar is None else [y, scalar]
 
@@ -139,7 +138,7 @@ def linear_backward(
         seen = describe(weight)
     metadata = Metadata(recipe_of(recipe), torch.Size(x_shape), (x_dtype, w_dtype, None))
     layer, needs = Layer(metadata, seen, grad.dtype, device, reuses=False), (dgrad, wgrad, False)
-    found = None
+    of_layer, found = seed_of_numbers(seed, step), None
     gpu = _common_gpu(layer, x_data, weight)
     if gpu is not None:
         key = "backward", gpu, layer, x_layout, dgrad, wgrad
@@ -149,13 +148,12 @@ def linear_backward(
         columns = None
         if x_data is not None and x_scale is not None:
             columns = x.parts_of(x_data, x_scale, x_global, -2)
-        numbers = seed_of_numbers(seed, step)
-        made = plan(grad, (columns, w_global), weight, False, seed=numbers)
+        made = plan(grad, (columns, w_global), weight, False, seed=of_layer)
     else:
         form = None
         if x_data is not None and x_scale is not None:
             form = activation_of(layer.metadata, x_layout, (x_data, x_scale, x_global), -2)
-        about = metadata._replace(seed=seed_of_numbers(seed, step))
+        about = metadata._replace(seed=of_layer)
         made = passes.gradients(needs, about, grad, form, weight, w_global, quantize_forms)
     return [x for x in made if x is not None]
 

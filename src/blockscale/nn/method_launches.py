@@ -10,7 +10,7 @@ from torch import Tensor
 from ..kernels.common.gpu import Unsupported
 from ..kernels.common.runtime import Described, describe
 from ..kernels.quantizers import calls as quantizers
-from ..ops.quantize import ROOM
+from ..ops.quantize import with_room
 from ..quantization import Quantization
 from ..tensor import ScaledTensor
 from .quantize_launches import Asked, MatrixLaunch, Parts, QuantizeLaunch, parts_of_axis
@@ -62,9 +62,7 @@ class _MethodLaunch(QuantizeLaunch):
         plan, amax = self._find(describe(x))
         if amax is not None and global_scale is None:
             transform = quantizers.Further(None, how.hadamard)
-            global_scale = amax.global_scale((x,), None, transform)
-            if how.scaling != "amax":
-                global_scale = global_scale * ROOM
+            global_scale = with_room(amax.global_scale((x,), None, transform), how.scaling)
         further = quantizers.Further(numbers, how.hadamard)
         row, row_scale, column, column_scale = plan.quantize((x,), global_scale, further=further)
         rows = parts_of_axis(row, row_scale, global_scale)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from ..checks import choose
+from ..checks import check_saved, choose
 from ..formats import FP8_BLOCK, Format, formats, get_format
 from ..hadamard import Hadamard
 from ..quantization import PLAIN, Quantization
@@ -278,11 +278,7 @@ class Recipe:
 
         Raises TypeError for what is no mapping, ValueError for fields that a recipe does not have.
         """
-        if not isinstance(values, Mapping):
-            raise TypeError(f"values: got {type(values).__name__}; expected what to_dict() gives")
-        known = [f.name for f in fields(cls) if f.init]
-        for name in values:
-            choose("values", name, dict.fromkeys(known))
+        check_saved(values, (f.name for f in fields(cls) if f.init))
         given = dict(values)
         if isinstance(given.get("overrides"), Mapping):
             given["overrides"] = {
@@ -314,19 +310,22 @@ class Recipe:
 
 def _pairs(overrides: Any) -> tuple[tuple[str, Recipe | None], ...]:
     """Patterns and recipes, checked."""
-    try:
-        found = dict(overrides)
-    except (TypeError, ValueError):
-        raise TypeError(
-            f"overrides: got {type(overrides).__name__}; expected a dict of names of layers and "
-            "recipes, as {'*.down_proj': blockscale.Recipe('mxfp8')}"
-        ) from None
+    what = "names of layers and recipes, as {'*.down_proj': blockscale.Recipe('mxfp8')}"
+    found = _as_dict("overrides", overrides, what)
     for pattern, recipe in found.items():
         if not isinstance(pattern, str) or not pattern:
             raise TypeError(f"overrides: got the name {pattern!r}; expected a string")
         if recipe is not None:
             check_recipe(recipe, f"overrides[{pattern!r}]")
     return tuple(found.items())
+
+
+def _as_dict(name: str, given: Any, what: str) -> dict[Any, Any]:
+    """TypeError unless argument ``name`` is a dict, or its pairs."""
+    try:
+        return dict(given)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name}: got {type(given).__name__}; expected a dict of {what}") from None
 
 
 def _json(value: Any) -> str:
@@ -342,14 +341,9 @@ def _json(value: Any) -> str:
 
 
 def _quantization(given: Any) -> tuple[tuple[str, Quantization], ...]:
-    """Operands and what is done to them, checked; without those that nothing is done to."""
-    try:
-        found = dict(given)
-    except (TypeError, ValueError):
-        raise TypeError(
-            f"quantization: got {type(given).__name__}; expected a dict of operands, as "
-            "{'weights': blockscale.Quantization(square=True)}"
-        ) from None
+    """Operands and what is done to them, checked."""
+    what = "operands, as {'weights': blockscale.Quantization(square=True)}"
+    found = _as_dict("quantization", given, what)
     for name, each in found.items():
         choose("quantization", name, dict.fromkeys((*PRODUCTS_OF, *_OPERANDS)))
         if not isinstance(each, Quantization):

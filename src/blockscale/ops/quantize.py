@@ -22,11 +22,11 @@ from . import fakes
 from .backends import fall_back, require_cpu_kernels
 from .operation import operation
 
-__all__ = ["ROOM", "global_scale", "quantize", "quantize_both", "written_layouts"]
+__all__ = ["global_scale", "quantize", "quantize_both", "with_room", "written_layouts"]
 
 #: The largest scale is 256 at first, not 448: a block of which 4 is the largest element has one
 #: that is half as large again, and so may a correction make it.
-ROOM = 448 / 256
+_ROOM = 448 / 256
 
 Pair = tuple[Tensor, Tensor]  # data and scales
 
@@ -75,10 +75,9 @@ def quantize(
             fall_back("quantize", x, backend, str(why))
     if further.hadamard is not None:  # a kernel may quantize what torch transforms
         x = transformed(x, further.hadamard, axis).contiguous()
-        given = x, format, axis, scale_rounding, nonfinite, layout, global_scale, offsets, seed
         if scaling != "ms_eden":  # which corrects blocks of a transform that it knows
-            rest = backend, k_major, gather, square, step
-            return quantize(*given, *rest, scaling=scaling)
+            given = x, format, axis, scale_rounding, nonfinite, layout, global_scale, offsets, seed
+            return quantize(*given, backend, k_major, gather, square, step, scaling=scaling)
     x, fmt = x if gather is None else x[gather], get_format(format)
     data, scale = reference.quantize(
         x,
@@ -156,7 +155,7 @@ def global_scale(
     of ``x`` transformed along ``axis``, as ``quantize`` does it. Other ``scaling`` than by amax
     leaves room above the largest scale."""
     if scaling != "amax":
-        return global_scale(x, format, backend, axis, hadamard) * ROOM
+        return with_room(global_scale(x, format, backend, axis, hadamard), scaling)
     fmt = get_format(format)
     transform = None if hadamard is None else Hadamard.of_op(hadamard)
     if backend != "reference":
@@ -172,6 +171,11 @@ def global_scale(
     if transform is not None:  # a kernel may look at what torch transforms
         return global_scale(transformed(x, transform, axis).contiguous(), format, backend)
     return reference.global_scale(x, fmt)
+
+
+def with_room(scale: Tensor, scaling: str) -> Tensor:
+    """A global scale found by amax, as ``scaling`` wants it."""
+    return scale if scaling == "amax" else scale * _ROOM
 
 
 # --- kernels --------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..hadamard import transformed
 from ..measure import error_sums
 from ..nn import GatedExperts, Linear, Recipe
+from ..nn.forms import padded
 from ..nn.operand import Operand
 from ..ops import global_scale
 from ..quantize import quantize
@@ -183,8 +184,7 @@ def _quantized(
     how: Any = {"scale_rounding": operand.scale_rounding, "pad": True, "global_scale": scalar}
     form = operand.rows if axis == -1 else operand.columns
     if form.hadamard is not None:
-        more = operand.contraction(axis, rows.shape[-1]) - rows.shape[-1]
-        rows = torch.nn.functional.pad(rows, (0, more))
+        rows = padded(rows, -1, operand.contraction(axis, rows.shape[-1]))
         how |= {"hadamard": form.hadamard, "global_scale": None}
     how |= {"square": form.square, "scaling": form.scaling, "seed": 0 if form.is_random else None}
     q = quantize(rows, operand.format, **how)
