@@ -30,7 +30,7 @@ class Measured(NamedTuple):
 
 
 def evaluate(samples: Sequence[Sample]) -> list[Measured]:
-    """Of samples in any formats, those alike together."""
+    """Compute the numbers of samples in any formats, of those alike at once."""
     alike: dict[Any, list[int]] = {}
     for i, sample in enumerate(samples):
         picks = sample.picks
@@ -200,7 +200,7 @@ def numbers_of(parts: Sequence[tuple[Sample, np.ndarray]]) -> dict[str, Any]:
 
 
 def _exponents(codes: np.ndarray, format: Format, scalar: float) -> tuple[dict[int, int], int]:
-    """How often each floor(log2(scale)) occurs, and blocks of zeros."""
+    """Count how often each floor(log2(scale)) occurs, and the blocks of zeros."""
     least = 2 if format.scale is FP32 else 1  # of zeros fp32 has its smallest normal number
     found: dict[int, int] = {}
     factor = 1.0 if math.isnan(scalar) else scalar
@@ -218,7 +218,7 @@ def _exponents(codes: np.ndarray, format: Format, scalar: float) -> tuple[dict[i
 
 
 def _percentiles(exponents: dict[int, int]) -> dict[str, int] | None:
-    """Of log2 of scales, those of zeros left out."""
+    """Return percentiles of log2 of scales, without those of zeros."""
     if not exponents:
         return None
     total, found = sum(exponents.values()), {}

@@ -66,7 +66,7 @@ def nan_code(format: Format) -> int:
 
 
 def counted(numbers: Tensor, bins: int) -> Tensor:
-    """How often each number below ``bins`` occurs."""
+    """Count how often each number below ``bins`` occurs."""
     if numbers.is_cpu:
         return torch.bincount(numbers, minlength=bins)
     found = torch.zeros(bins, dtype=torch.int64, device=numbers.device)  # bincount would wait
@@ -75,7 +75,7 @@ def counted(numbers: Tensor, bins: int) -> Tensor:
 
 
 def values_of(x: Any) -> Any:
-    """What has the values of ``x``: a tensor, a source of rows, or None."""
+    """Return what has the values of ``x``: a tensor, a source of rows, or None."""
     if isinstance(x, tuple):  # two stacks, whose rows lie below each other in each group
         return torch.cat([each.detach() for each in x], 1)
     x = getattr(x, "source", x)  # of ranks that agree on a global scale
@@ -86,7 +86,7 @@ def values_of(x: Any) -> Any:
 
 
 def take_sample(x: Any, q: ScaledTensor, limits: tuple[Tensor, Tensor] | None) -> Sample:
-    """Of ``q``, which was made of ``x`` (see :func:`values_of`)."""
+    """Keep a sample of ``q``, which was made of ``x`` (see :func:`values_of`)."""
     scale = q.compact_bytes()
     code = scale if scale.dtype == torch.uint8 else (scale.view(torch.int32) >> 23) & 255
     histogram = counted(code.flatten(), CODES)

@@ -241,7 +241,7 @@ class _Watcher:
             self.seen.add(name, role, x, forms)
 
     def end(self) -> None:
-        """Of a step, if one is watched: write what was seen."""
+        """End the step: if it is watched, write what was seen."""
         if self.seen is None:
             return
         seen, self.seen, observing.observer = self.seen, None, None
@@ -273,7 +273,7 @@ class _Calls(threading.local):
 
 
 class _Seen:
-    """What was seen in a step, in the order of its first call."""
+    """Holds what was seen in a step, in the order of first calls."""
 
     def __init__(self) -> None:
         self._of: dict[_Key, list[int]] = {}

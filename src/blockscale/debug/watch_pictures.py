@@ -22,7 +22,7 @@ _LEAST_SHARE = 1e-4
 
 
 class Map(NamedTuple):
-    """How a metric is drawn: ``colours`` go from good to bad."""
+    """Says how a metric is drawn: ``colours`` go from good to bad."""
 
     metric: str
     title: str

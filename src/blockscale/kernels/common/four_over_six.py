@@ -32,7 +32,7 @@ def is_other_better(encoder: Encoder, magnitudes: list, found: list, distances: 
 
 
 def _error(encoder: Encoder, magnitudes: list, scale: tuple, distances: tuple):
-    """Of a block's elements as multiples of the global scale."""
+    """Return the squared error of a block's elements, as multiples of the global scale."""
     (code, reciprocal), blackwell = scale, encoder.blackwell
     factors = [reciprocal.bitcast(Float32)] * len(magnitudes)
     scaled = multiply(magnitudes, factors, blackwell)
