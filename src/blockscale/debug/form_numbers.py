@@ -15,15 +15,19 @@ from ..error_sums import SLACK
 from ..formats import FP32, UE4M3, Format, formats
 from .form_samples import CODES, Picks, Sample, counted, nan_code
 
-__all__ = ["MAGNITUDES", "Measured", "evaluate", "numbers_of"]
+__all__ = ["COMPARED", "MAGNITUDES", "Blocks", "Measured", "compare", "evaluate", "numbers_of"]
 
 MAGNITUDES = 24  # bins of |x| over the largest of its block, an octave each, the last with the rest
 _SUMS = ("compared", "signal", "noise", "zeros", "flushed", "saturated")
+COMPARED = len(_SUMS) + MAGNITUDES
 _MASK = 0x7FFFFFFF
 
 
 class Measured(NamedTuple):
-    """A sample, and the fp64 vector of its numbers, which is still on the device."""
+    """A sample, and the fp64 vector of its numbers, which is still on the device: the largest
+    magnitude, the number of the first block that is not finite, the global scale, how often each
+    code occurs, what :func:`compare` gives, and the number of the first element of that block that
+    is not finite, and itself."""
 
     about: Sample
     vector: Tensor
@@ -42,10 +46,10 @@ def evaluate(samples: Sequence[Sample]) -> list[Measured]:
         some = [samples[i] for i in members]
         wide: Any = {"dtype": torch.float64, "device": some[0].histogram.device}
         if key is None:
-            compared = torch.full((len(some), len(_SUMS) + MAGNITUDES + 2), math.nan, **wide)
+            compared = torch.full((len(some), COMPARED + 2), math.nan, **wide)
         else:
             chosen = [s.picks for s in some if s.picks is not None]
-            compared = _compare(some[0].format, chosen, finite=some[0].first is None)
+            compared = _compared(some[0].format, chosen, finite=some[0].first is None)
         histograms = torch.stack([sample.histogram for sample in some])
         scalars = [
             _column(each, len(some), wide) for each in zip(*map(_scalars, some), strict=True)
@@ -55,11 +59,30 @@ def evaluate(samples: Sequence[Sample]) -> list[Measured]:
     return [Measured(_light(samples[i]), vectors[i]) for i in range(len(samples))]
 
 
+def _compared(format: Format, picks: Sequence[Picks], *, finite: bool) -> Tensor:
+    """Of the blocks of each, and the first element that is not finite: its number, and itself."""
+    height = format.block[0]
+    x = torch.stack([p.x for p in picks]).float()
+    n = x.shape[1] - height
+    data, scale = (torch.stack([p[i] for p in picks])[:, :n] for i in (1, 2))
+    scalar = None
+    if format.has_global_scale:
+        scalar = torch.stack([p.global_scale.expand(len(p.x))[:n] for p in picks])
+    there = torch.stack([p.there for p in picks])
+    blocks = Blocks(x[:, :n].contiguous(), data, scale, scalar, there)
+    sums = compare(format, blocks, finite=finite)
+    first = sums.new_full((len(picks), 2), math.nan) if finite else _first(x[:, n:])
+    return torch.cat((sums, first), 1)
+
+
 def _scalars(sample: Sample) -> tuple[Tensor | None, ...]:
-    scalar = sample.global_scale
+    scalar, amax = sample.global_scale, None
     if scalar is not None and scalar.numel() > 1:
         scalar = None
-    return *(sample.limits or (None, None)), sample.first, scalar
+    if sample.limits is not None:
+        low, high = sample.limits
+        amax = torch.maximum(-low, high)
+    return amax, sample.first, scalar
 
 
 def _column(numbers: Sequence[Tensor | None], count: int, wide: Any) -> Tensor:
@@ -75,29 +98,28 @@ def _light(sample: Sample) -> Sample:
     return sample._replace(histogram=empty, first=None, limits=None, picks=None)
 
 
-def _compare(format: Format, picks: Sequence[Picks], *, finite: bool) -> Tensor:
-    """Sums over the blocks of each, how often magnitudes occur, and the first that is not finite:
-    its number in its block, and itself. ``finite``: whether all are known to be."""
-    (height, size), count = format.block, len(picks)
-    x = torch.stack([p.x for p in picks]).float()
-    n = x.shape[1] - height
-    data, scale = (torch.stack([p[i] for p in picks])[:, :n].flatten(0, 1) for i in (1, 2))
-    lined = next(
-        f
-        for f in formats.values()
-        if (f.element, f.scale, f.block) == (format.element, format.scale, (1, size))
-    )
-    one = torch.ones((), device=x.device) if format.has_global_scale else None
-    how = lined.name, [count * n, size], -1
-    given = data.view(torch.uint8), scale[:, None]
-    values = torch.ops.blockscale.dequantize(*given, *how, one, None, torch.float32)
-    values = values.view(count, n, size)
-    limit = _decoded(scale, format).view(count, n, 1) * (format.element.max * SLACK)
-    if format.has_global_scale:
-        factor = torch.stack([p.global_scale.expand(len(p.x))[:n] for p in picks])[..., None]
+class Blocks(NamedTuple):
+    """Blocks of several forms beside what they were made of: ``x`` (forms, n, B) fp32, ``data``
+    (forms, n, bytes), ``scale`` (forms, n) as it is stored, ``scalar`` (forms,) or (forms, n), and
+    ``there`` (forms, n), elements that are no padding."""
+
+    x: Tensor
+    data: Tensor
+    scale: Tensor
+    scalar: Tensor | None
+    there: Tensor
+
+
+def compare(format: Format, blocks: Blocks, *, finite: bool = False) -> Tensor:
+    """Sums over the blocks of each form, and how often magnitudes occur: (forms, ``COMPARED``).
+    ``finite``: whether all are known to be."""
+    x, _, scale, scalar, compared = blocks
+    count, n, size = x.shape
+    values = _dequantized(format, blocks).view(count, n, size)
+    limit = _decoded(scale, format)[..., None] * (format.element.max * SLACK)
+    if scalar is not None:
+        factor = scalar.view(count, -1, 1)
         values, limit = values * factor, limit * factor
-    last, x = x[:, n:], x[:, :n].contiguous()
-    compared = torch.stack([p.there for p in picks])  # others are padding
     if not finite:
         bad = limit.isnan()
         x, values = x.masked_fill(bad, 0), values.masked_fill(bad, 0)
@@ -110,9 +132,21 @@ def _compare(format: Format, picks: Sequence[Picks], *, finite: bool) -> Tensor:
     flushed = (values == 0).count_nonzero(over) - octaves[:, 0]
     saturated = (magnitude > limit).count_nonzero(over)
     sums = compared, _square(x), _square(values - x), zeros, flushed, saturated
-    wide = [each.to(torch.float64) for each in sums]
-    first = wide[0].new_full((count, 2), math.nan) if finite else _first(last)
-    return torch.cat((torch.stack(wide, 1), octaves[:, 1:], first), 1)
+    return torch.cat((torch.stack([each.to(torch.float64) for each in sums], 1), octaves[:, 1:]), 1)
+
+
+def _dequantized(format: Format, blocks: Blocks) -> Tensor:
+    """Values of all blocks, a row each; without a global scale."""
+    data, scale, size = blocks.data.flatten(0, 1), blocks.scale.flatten(), format.block_size
+    lined = next(
+        f
+        for f in formats.values()
+        if (f.element, f.scale, f.block) == (format.element, format.scale, (1, size))
+    )
+    one = torch.ones((), device=data.device) if format.has_global_scale else None
+    how = lined.name, [len(data), size], -1
+    given = data.view(torch.uint8), scale[:, None]
+    return torch.ops.blockscale.dequantize(*given, *how, one, None, torch.float32)
 
 
 def _square(x: Tensor) -> Tensor:
@@ -161,9 +195,9 @@ def numbers_of(parts: Sequence[tuple[Sample, np.ndarray]]) -> dict[str, Any]:
     amax, elements, blocks, zero_blocks, nonfinite = 0.0, 0, 0, 0, 0
     where: dict[str, Any] = {}
     for sample, vector in parts:
-        low, high, first, scalar = vector[:4].tolist()
-        codes, rest = vector[4 : 4 + CODES], vector[4 + CODES :]
-        amax = max(amax, abs(low), abs(high)) if math.isfinite(low + high + amax) else math.nan
+        largest, first, scalar = vector[:3].tolist()
+        codes, rest = vector[3 : 3 + CODES], vector[3 + CODES :]
+        amax = max(amax, largest) if math.isfinite(largest + amax) else math.nan
         elements += math.prod(sample.shape)
         blocks += math.prod(sample.blocks)
         found, zero = _exponents(codes, sample.format, scalar)

@@ -17,7 +17,19 @@ from ..memory import as_bytes
 from ..nn.group_operands import Activated, ActivatedBackward, Rows
 from ..tensor import ScaledTensor
 
-__all__ = ["CODES", "SAMPLE", "Picks", "Sample", "counted", "nan_code", "take_sample", "values_of"]
+__all__ = [
+    "CODES",
+    "SAMPLE",
+    "Grid",
+    "Picks",
+    "Sample",
+    "counted",
+    "nan_code",
+    "spread",
+    "take_sample",
+    "there_of",
+    "values_of",
+]
 
 SAMPLE = 2**12  # elements of a form that are compared with what they were made of
 CODES = 256
@@ -126,13 +138,13 @@ def _pick(x: Any, q: ScaledTensor, scale: Tensor, first: Tensor | None) -> Picks
         place = _place(first, scales.shape, q.axis, height, lines)
     if isinstance(x, Tensor):
         grid = Grid(matrices, lines, across, SAMPLE // size, q.device)
-        places = _settled(grid, height) if first is None else _joined(_spread(grid), place)
+        places = _settled(grid, height) if first is None else _joined(spread(grid), place)
         found = _blocks(_lines(x, q.axis), size)[*places]
     else:  # rows of experts, some of which are made again
         rows = _evenly(lines, min(lines, _ROWS), q.device)
         values = _rows_of(x, torch.cat((rows, place[1])))
         grid = Grid(1, len(rows), across, SAMPLE // size, q.device)
-        zeros, nearby, blocks = _spread(grid)
+        zeros, nearby, blocks = spread(grid)
         places = _joined((zeros, rows[nearby], blocks), place)
         nearby = torch.cat((nearby, torch.arange(len(rows), len(values), device=q.device)))
         found = _blocks(values, size)[nearby, places[2]]
@@ -143,7 +155,7 @@ def _pick(x: Any, q: ScaledTensor, scale: Tensor, first: Tensor | None) -> Picks
     elif scalar.numel() > 1:
         scalar = scalar.flatten()[matrix]
     scale, scalar = scales[matrix, line // height, block], scalar.reshape(-1)
-    return Picks(found, data[*places], scale, scalar, _there(grid, q.shape[q.axis], size))
+    return Picks(found, data[*places], scale, scalar, there_of(grid, q.shape[q.axis], size))
 
 
 def _lines(x: Tensor, axis: int) -> Tensor:
@@ -184,7 +196,7 @@ class Grid(NamedTuple):
 
 
 @lru_cache(1024)
-def _spread(grid: Grid) -> Place:
+def spread(grid: Grid) -> Place:
     """Some blocks, or all."""
     matrices, lines, across, wanted, device = grid
     total = matrices * lines * across
@@ -195,13 +207,13 @@ def _spread(grid: Grid) -> Place:
 @lru_cache(1024)
 def _settled(grid: Grid, height: int) -> Place:
     """And the first one, where none is wanted."""
-    return _joined(_spread(grid), _zeros(height, grid.device))
+    return _joined(spread(grid), _zeros(height, grid.device))
 
 
 @lru_cache(1024)
-def _there(grid: Grid, length: int, size: int) -> Tensor:
+def there_of(grid: Grid, length: int, size: int) -> Tensor:
     """Elements of blocks of lines of this ``length``."""
-    return (length - _spread(grid)[2] * size).clamp(max=size)
+    return (length - spread(grid)[2] * size).clamp(max=size)
 
 
 @lru_cache(64)

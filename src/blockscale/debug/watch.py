@@ -19,10 +19,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from ..nn import observing
+from ..nn.observing import Form
 from ..nn.recipe import Recipe
-from ..tensor import ScaledTensor
 from ..watching import is_faked, is_transformed
 from .form_numbers import Measured, evaluate, numbers_of
+from .form_rows import FormRows
 from .form_samples import Sample, take_sample, values_of
 from .watch_report import write_watch_report
 
@@ -143,7 +144,7 @@ class _Watcher:
         self.model, self.every, self.write = model, every, write
         self.step, self.backward_began = -1, True
         self.seen: _Seen | None = None  # of a watched step that is not over
-        self._calls = _Calls()
+        self._calls, self._rows = _Calls(), FormRows()
         self._closing: list[Callable[[], Any]] = []
 
     @contextmanager
@@ -208,7 +209,7 @@ class _Watcher:
             torch.autograd.Variable._execution_engine.queue_callback(self.end)
 
     def _begin(self) -> None:
-        self.seen = _Seen()
+        self.seen = _Seen(self._rows)
         if "torch._dynamo" in sys.modules:  # else nothing is compiled
             stance = torch.compiler.set_stance("force_eager")
             self._closing.append(partial(stance.__exit__, None, None, None))
@@ -227,9 +228,7 @@ class _Watcher:
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self._calls.leave()
 
-    def saw(
-        self, place: tuple[Any, str], role: str, x: Any, forms: dict[str, ScaledTensor]
-    ) -> None:
+    def saw(self, place: tuple[Any, str], role: str, x: Any, forms: dict[str, Form]) -> None:
         name, part = place
         if name is None:  # a model that is not watched, beside this one
             return
@@ -275,14 +274,16 @@ class _Calls(threading.local):
 class _Seen:
     """Holds what was seen in a step, in the order of first calls."""
 
-    def __init__(self) -> None:
-        self._of: dict[_Key, list[int]] = {}
+    def __init__(self, rows: FormRows) -> None:
+        self._of: dict[_Key, list[int]] = {}  # numbers of forms
         self._in_forward: set[_Key] = set()
-        self._waiting: list[Sample] = []
-        self._measured: list[Measured] = []
+        self._count = 0
+        self._rows = rows
+        self._waiting: list[tuple[int, Sample]] = []
+        self._measured: dict[int, Measured] = {}
 
-    def add(self, name: str, role: str, x: Any, forms: dict[str, ScaledTensor]) -> None:
-        backward, limits = _in_backward(), None
+    def add(self, name: str, role: str, x: Any, forms: dict[str, Form]) -> None:
+        backward = _in_backward()
         new = {}
         for product, form in forms.items():
             key = _Key(name, role, product)
@@ -293,25 +294,38 @@ class _Seen:
         if not new:
             return
         values = values_of(x)
-        matrix = values if isinstance(values, Tensor) else getattr(values, "x", None)
-        if matrix is not None and matrix.numel():
+        of_rows = values is not None and not isinstance(values, Tensor)
+        left: dict[int, Form] = {}
+        for key, form in new.items():
+            number, self._count = self._count, self._count + 1
+            self._of.setdefault(key, []).append(number)
+            if of_rows or not self._rows.add(number, values, form):
+                left[number] = form
+        self._sample(values, left)
+
+    def _sample(self, values: Any, forms: dict[int, Form]) -> None:
+        """Forms that no kernel looks at."""
+        matrix, limits = values if isinstance(values, Tensor) else getattr(values, "x", None), None
+        if forms and matrix is not None and matrix.numel():
             low, high = torch.aminmax(matrix)
             limits = low, high
-        for key, form in new.items():
-            self._of.setdefault(key, []).append(len(self._measured) + len(self._waiting))
-            self._waiting.append(take_sample(values, form, limits))
+        for number, form in forms.items():
+            q = form.tensor() if isinstance(form, observing.Made) else form
+            self._waiting.append((number, take_sample(values, q, limits)))
         if len(self._waiting) >= _BATCH:
             self._measure()
 
     def _measure(self) -> None:
-        self._measured += evaluate(self._waiting)
+        numbers, samples = [n for n, _ in self._waiting], [sample for _, sample in self._waiting]
+        self._measured |= zip(numbers, evaluate(samples), strict=True)
         self._waiting.clear()
 
     def lines(self) -> list[tuple[_Key, dict[str, Any]]]:
         self._measure()
+        self._measured |= self._rows.evaluate()
         if not self._measured:
             return []
-        vectors = torch.stack([each.vector for each in self._measured])
+        vectors = torch.stack([self._measured[i].vector for i in range(self._count)])
         rows = vectors.cpu().numpy()  # read back, once
         return [
             (key, numbers_of([(self._measured[i].about, rows[i]) for i in members]))

@@ -3,6 +3,7 @@ torch.func."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from .recipe import Recipe
 from .seeds import LayerSeed, numbers_of, seed_of_numbers
 
 __all__ = ["CompiledLinear", "PlannedLinear", "QuantizedLinear", "TransformedLinear"]
+
+_NOBODY = nullcontext()  # looks on: no time is spent on telling where a layer is
 
 
 def _save_metadata(
@@ -86,6 +89,7 @@ class PlannedLinear(torch.autograd.Function):
         dgrad: bool,
         seed: LayerSeed | None,
     ) -> Tensor:
+        ctx.site = observing.site()
         y, (columns, scalar) = plan.forward(x, weight, bias, dgrad=dgrad, seed=seed)
         numbers, step = numbers_of(seed)
         ctx.save_for_backward(
@@ -107,9 +111,10 @@ class PlannedLinear(torch.autograd.Function):
             weight = weight.contiguous()
         main_grad, gradients = open_main_grad("weight", ctx.leaf), None
         if not torch.is_grad_enabled():  # else they are refused
-            gradients = plan.backward(needs, grad, kept, weight, main_grad, seed)
+            with _NOBODY if observing.observer is None else observing.at(ctx.site):
+                gradients = plan.backward(needs, grad, kept, weight, main_grad, seed)
         if gradients is None:
-            with torch.no_grad():
+            with torch.no_grad(), observing.at(ctx.site):
                 x = plan.kept_tensor(kept)
                 about = plan.metadata._replace(seed=seed)
                 gradients = passes.gradients(

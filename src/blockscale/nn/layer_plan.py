@@ -24,7 +24,7 @@ from .output_dtype import output_dtype
 from .plan_cache import attempt, find, planned
 from .product_launches import ProductLaunch, ProductOperand
 from .quantize_launches import Asked, Parts
-from .recipe import Recipe
+from .recipe import PRODUCTS_OF, Recipe
 from .seeds import LayerSeed, seed_of
 from .weight_launch import WeightLaunch
 
@@ -61,7 +61,7 @@ def plan_key(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> 
 
     Addresses are no part of it: what depends on them is looked up at the launch.
     """
-    if not is_eager() or observing.observer is not None:
+    if not is_eager():
         return None
     if not (is_plain(x) and is_plain(weight)):
         return None
@@ -135,6 +135,22 @@ class Layer(NamedTuple):
         recipe = self.metadata.recipe
         return WeightLaunch(self.weight, self.device, recipe, axis, reuses=self.reuses)
 
+    def tell(
+        self,
+        role: str,
+        x: Tensor,
+        launch: OperandLaunch,
+        rows: Parts | None,
+        columns: Parts | None,
+    ) -> None:
+        """The observer, of the parts of an operand that ``launch`` has quantized."""
+        how = self.metadata.recipe.operand(role)
+        for product, parts, axis in zip(PRODUCTS_OF[role], (rows, columns), (-1, -2), strict=True):
+            if parts is not None:
+                made = observing.Made(launch, parts, axis)
+                known = how.along(axis).hadamard is None  # else nobody has what was quantized
+                observing.saw(role, x.detach() if known else None, **{product: made})
+
     def x_quantizer(self, address: int = 0, *, rows: bool, columns: bool) -> OperandLaunch:
         """Of ``x``, a matrix at ``address``."""
         shape, k = self.metadata.x_shape, self.weight[0][1]
@@ -180,8 +196,11 @@ class LayerPlan:
     ) -> tuple[Tensor, Kept]:
         """The product, and what is kept for the backward. ``dgrad``: that will ask for the weight
         by columns."""
-        rows, columns = self._x(_matrix(x), None, seed_of(seed, "activations"))
+        matrix = _matrix(x)
+        rows, columns = self._x(matrix, None, seed_of(seed, "activations"))
         assert rows is not None
+        if observing.observer is not None:
+            self._layer.tell("activations", matrix, self._x, rows, columns)
         y, global_scale = self._fprop(rows, weight, bias, dgrad=dgrad, seed=seed)
         return y, (columns, global_scale)
 
@@ -228,6 +247,7 @@ class FpropPlan:
 
     def __init__(self, layer: Layer, x: OperandLaunch, bias: Tensor | None) -> None:
         shape = *layer.metadata.x_shape[:-1], layer.weight[0][0]
+        self._layer = layer
         self._weight = layer.weight_launch(-1)
         self._multiply = ProductLaunch(
             ProductOperand(x, -1),
@@ -249,6 +269,8 @@ class FpropPlan:
     ) -> tuple[Tensor, Tensor | None]:
         """The product, and the weight's global scale."""
         w = self._weight(weight, dgrad=dgrad, seed=seed_of(seed, "weights"))
+        if observing.observer is not None:
+            self._layer.tell("weights", weight, self._weight.launch, w, None)
         return self._multiply(rows, w, None if bias is None else bias.detach()), w.global_scale
 
 
@@ -261,6 +283,7 @@ class BackwardPlan:
 
     def __init__(self, layer: Layer, x: OperandLaunch, dgrad: bool, wgrad: bool) -> None:
         self._x, (x_dtype, w_dtype, self._bias_dtype) = x, layer.metadata.dtypes
+        self._layer = layer
         x_shape, device = layer.metadata.x_shape, layer.device
         self._quantize: OperandLaunch | None = None
         self._dgrad: ProductLaunch | None = None
@@ -295,11 +318,15 @@ class BackwardPlan:
         g = _matrix(grad)
         if self._quantize is not None:
             rows, g_columns = self._quantize(g, None, seed_of(seed, "gradients"))
+            if observing.observer is not None:
+                self._layer.tell("gradients", g, self._quantize, rows, g_columns)
         if self._dgrad is not None:
             assert rows is not None
             assert weight is not None
             scale = global_scale if self._one_scale else None
             w = self._weight(weight, scale, seed=seed_of(seed, "weights"))
+            if observing.observer is not None:
+                self._layer.tell("weights", weight, self._weight.launch, None, w)
             of_x = self._dgrad(rows, w)
         del rows  # the peak of memory is in the product to come
         if self._wgrad is not None:

@@ -88,6 +88,10 @@ class _ApartLaunch:
         found: Parts = self._launches[axis].unwritten(axis)
         return found
 
+    def is_turned(self, axis: int) -> bool:
+        found: bool = self._launches[axis].is_turned(axis)
+        return found
+
     def form(self, parts: Parts, axis: int, offsets: Tensor | None = None) -> ScaledTensor:
         found: ScaledTensor = self._launches[axis].form(parts, axis, offsets)
         return found

@@ -1,7 +1,7 @@
 """Where layers tell what they have quantized, to whom it may concern: ``debug.watch``.
 
-A module's attribute, not a context variable: autograd's threads have none of their caller's. Layers
-that an observer looks at make quantized tensors, and go by no plan; the bytes are the same.
+A module's attribute, not a context variable: autograd's threads have none of their caller's. Plans
+of layers tell of the parts that they launch products with, and make no tensors of them.
 """
 
 from __future__ import annotations
@@ -9,19 +9,34 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ..tensor import ScaledTensor
+from .method_launches import OperandLaunch
+from .quantize_launches import Parts
 
-__all__ = ["Observer", "at", "enter", "narrow", "observer", "saw", "site"]
+__all__ = ["Form", "Made", "Observer", "at", "enter", "narrow", "observer", "saw", "site"]
+
+
+class Made(NamedTuple):
+    """What a plan's quantizer wrote along an axis."""
+
+    launch: OperandLaunch
+    parts: Parts
+    axis: int
+
+    def tensor(self) -> ScaledTensor:
+        """That has these parts."""
+        return self.launch.form(self.parts, self.axis)
+
+
+Form = ScaledTensor | Made
 
 
 class Observer(Protocol):
     """Looks at what layers quantize, and changes nothing."""
 
-    def saw(
-        self, place: tuple[Any, str], role: str, x: Any, forms: dict[str, ScaledTensor]
-    ) -> None:
+    def saw(self, place: tuple[Any, str], role: str, x: Any, forms: dict[str, Form]) -> None:
         """``x``, which plays ``role``, was quantized to ``forms``, by the product that reads each.
 
         ``place``: what was entered, and the part of it. ``x`` is a tensor, a source of rows, two
@@ -68,7 +83,7 @@ def narrow(part: str) -> None:
         _here.part = part
 
 
-def saw(role: str, x: Any, **forms: ScaledTensor | None) -> None:
+def saw(role: str, x: Any, **forms: Form | None) -> None:
     """Tell the observer, if there is one, of the ``forms`` of ``x`` that were made."""
     if observer is not None:
         made = {product: form for product, form in forms.items() if form is not None}

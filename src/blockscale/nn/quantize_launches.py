@@ -180,6 +180,10 @@ class QuantizeLaunch:
         scalar = torch.empty((), dtype=torch.float32, device=_META) if scaled else None
         return Parts(data.view(torch.uint8), scale, scalar)
 
+    def is_turned(self, axis: int) -> bool:
+        """Whether data lies column by column."""
+        return self._outputs[axis].turned
+
     def form(self, parts: Parts, axis: int, offsets: Tensor | None = None) -> ScaledTensor:
         """The tensor that has these parts; ``offsets``: of its groups, if there are any."""
         output = self._outputs[axis]

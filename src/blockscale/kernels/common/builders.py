@@ -14,6 +14,7 @@ BUILDERS = {
     "quantizers.norm_config.NormConfig": "quantizers.rmsnorm_kernel",
     "quantizers.statistics_config.StatisticsConfig": "quantizers.statistics_kernel",
     "quantizers.dequantize_config.DequantizeConfig": "quantizers.dequantize_kernel",
+    "watch.config.WatchConfig": "watch.kernel",
     "experts.combine_config.CombineConfig": "experts.combine_kernel",
     "experts.route_config.RouteConfig": "experts.route_kernel",
     "sm90.config.Config": "sm90.fp8_gemm",

@@ -11,7 +11,9 @@ from cutlass.cute.arch import inline_ptx
 
 __all__ = [
     "add",
+    "add_global",
     "add_pairs",
+    "add_shared",
     "below",
     "copy_async",
     "copy_bulk",
@@ -28,6 +30,7 @@ __all__ = [
     "load_shared",
     "load_words",
     "magnitude_at_most",
+    "max_global",
     "max_shared",
     "max_u16x2",
     "maximum",
@@ -81,7 +84,7 @@ def load_words(address) -> list:
 
 
 def load_global(address, nbytes: int):
-    """2 or 4 bytes of global memory, zero-extended."""
+    """1, 2 or 4 bytes of global memory, zero-extended."""
     return _one(f"ld.global.u{8 * nbytes} {{$w0}}, [{{$r0}}];", Uint32, address)
 
 
@@ -145,6 +148,21 @@ def max_u16x2(a, b):
 def max_shared(address, word) -> None:
     """Replace a word of shared memory by the larger one, in one step."""
     inline_ptx("red.shared.max.u32 [{$r0}], {$r1};", read_only_args=[address, word])
+
+
+def max_global(address, word) -> None:
+    """Replace a word of global memory by the larger one, in one step."""
+    inline_ptx("red.relaxed.gpu.global.max.u32 [{$r0}], {$r1};", read_only_args=[address, word])
+
+
+def add_shared(address, word) -> None:
+    """Add to a word of shared memory, in one step."""
+    inline_ptx("red.shared.add.u32 [{$r0}], {$r1};", read_only_args=[address, word])
+
+
+def add_global(address, word) -> None:
+    """Add to a word of global memory, in one step."""
+    inline_ptx("red.relaxed.gpu.global.add.u32 [{$r0}], {$r1};", read_only_args=[address, word])
 
 
 def absmax_pairs(a, b, kind: str):

@@ -21,6 +21,7 @@ from ..common import ptx
 from ..common.arithmetic import multiply
 from ..common.numeric import NUMERIC
 from ..common.pdl import pdl_wait
+from ..common.scale_place import scale_place
 from ..common.tensor_specs import any_tensor, compile_for
 from . import dequantize_ptx
 from .dequantize_config import THREADS, DequantizeConfig
@@ -138,7 +139,9 @@ class Dequantizer:
         outer, along = (column, row) if config.down else (row, column)
         (outers, k) = (shape[-1], shape[-2]) if config.down else (shape[-2], shape[-1])
         itemsize, block = self.format.scale.nbytes, along // size
-        start = self.matrix(scale) + self.place(scale, outer // high, block, k)
+        lines = config.layout, config.axis
+        where = outer // high, block
+        start = self.matrix(scale) + scale_place(scale, where, lines, self.format, k)
         if high > 1:  # one for all of them
             return [self.decode(dequantize_ptx.load(start, itemsize)[0])] * config.outer
         if config.layout == "sm90":  # all that is there
@@ -160,20 +163,6 @@ class Dequantizer:
         if name == "E8M0":
             return dequantize_ptx.e8m0_value(code & Uint32(0xFF))
         return ptx.e4m3_value(code & Uint32(0x7F))
-
-    def place(self, scale, outer, block, k):
-        """Byte offset of a scale: see ``layouts``."""
-        layout, itemsize = self.config.layout, self.format.scale.nbytes
-        if layout == "tcgen05":
-            tiles = cute.ceil_div(cute.ceil_div(k, self.format.block_size), 4)
-            tile = Int64(outer >> 7) * tiles + (block >> 2)
-            return tile * 512 + ((outer & 31) * 16 + ((outer >> 5) & 3) * 4 + (block & 3))
-        if layout == "packed":
-            return (Int64(block >> 2) * scale.stride[0] + outer) * 4 + (block & 3)
-        if layout == "sm90":
-            return (Int64(block) * scale.stride[0] + outer) * itemsize
-        first, second = (outer, block) if self.config.axis == -1 else (block, outer)
-        return (Int64(first) * scale.stride[-2] + Int64(second) * scale.stride[-1]) * itemsize
 
     def step(self, scale, i: int, last):
         """Bytes from a scale to the ``i``-th one after it across the contraction, or the last."""

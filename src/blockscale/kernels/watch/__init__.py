@@ -1,0 +1,1 @@
+"""What a watch keeps of a quantized matrix, by one kernel."""

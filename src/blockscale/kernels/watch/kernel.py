@@ -1,0 +1,266 @@
+# mypy: ignore-errors
+"""What a watch keeps of a quantized matrix, in one launch: counts of the codes of its scales, the
+largest magnitude, some blocks beside what they were made of, and what is not finite first.
+
+Everything is counted or copied, so that the order of CTAs and threads decides nothing. The CTA that
+is done last looks for the element that is not finite: by then the first such block is known.
+"""
+
+from __future__ import annotations
+
+import cutlass
+from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute, range_constexpr
+
+from ...dtypes import BFLOAT16
+from ...formats import FP32, get_format
+from ..common import ptx
+from ..common.arithmetic import element
+from ..common.numeric import NUMERIC
+from ..common.pdl import pdl_wait
+from ..common.scale_place import scale_place
+from ..common.shared import allocate, clear
+from ..common.tensor_specs import any_strided, any_tensor, compile_for
+from ..ranks import signals
+from .config import CODE_COUNT, THREADS, Row, WatchConfig, Word
+
+__all__ = ["Watch", "compile_config"]
+
+_MAGNITUDE, _MAGNITUDES = 0x7FFFFFFF, 0x7FFF7FFF
+_INFINITY = 0x7F800000
+_MOST = 0xFFFFFFFF
+
+
+class Watch:
+    """The kernel of a :class:`WatchConfig` and the host code that launches it."""
+
+    def __init__(self, config: WatchConfig):
+        self.config = config
+        self.format = get_format(config.format)
+
+    @cute.jit
+    def __call__(self, x, data, scale, global_scale, places, rows, which: Int32, sizes, stream):
+        """Launch, of a matrix of lines along whose elements blocks run.
+
+        ``x`` (lines, K), None where nobody has it; ``data`` (lines, bytes); ``scale`` as its layout
+        stores it; ``global_scale`` () fp32 or None; ``places`` (n,) int32, picked blocks, counted
+        along lines; ``rows`` (any, ``Row.words``) int32, of which row ``which`` is zeros;
+        ``sizes``: lines, elements of a line, and CTAs.
+        """
+        self.kernel(x, data, scale, global_scale, places, rows, which, sizes[:2]).launch(
+            grid=(sizes[2], 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
+        )
+
+    @cute.kernel
+    def kernel(self, x, data, scale, global_scale, places, rows, which: Int32, sizes):
+        lines, k = sizes
+        pdl_wait()
+        thread, ctas = cute.arch.thread_idx()[0], cute.arch.grid_dim()[0]
+        across = cute.ceil_div(k, self.format.block_size)
+        down = cute.ceil_div(lines, self.format.block[0])
+        row = rows.iterator.toint() + Int64(which) * rows.stride[0] * 4
+        memory = cutlass.memory.SmemAllocator()
+        counts = allocate(memory, CODE_COUNT * 4)
+        found = allocate(memory, 16)  # the largest magnitude, then what is not finite
+        clear(counts, CODE_COUNT * 4, THREADS)
+        clear(found, 16, THREADS)
+        cute.arch.sync_threads()
+        self.count(scale, counts, row, (down, across, k))
+        if const_expr(x is not None):
+            self.find_amax(x, found, (lines, k))
+            self.copy_picks(x, data, scale, places, row, (lines, across, k))
+        cute.arch.sync_threads()
+        self.hand_on(counts, found, row)
+        if const_expr(global_scale is not None):
+            self.copy_global_scale(global_scale, row)
+        if const_expr(x is not None):
+            cute.arch.sync_threads()
+            if thread == 0:
+                before = signals.arrive(row + Word.ARRIVED * 4)
+                ptx.store_shared(found + 4, [Uint32(before)], 4)
+            cute.arch.sync_threads()
+            if ptx.load_shared(found + 4, 4)[0] == Uint32(ctas - 1):
+                self.find_element(x, found, row, (lines, down, across, k))
+
+    # --- scales -----------------------------------------------------------------------------------
+
+    @cute.jit
+    def count(self, scale, counts, row, sizes):
+        """Each CTA in its own memory, in the order of lines."""
+        down, across, k = sizes
+        step = cute.arch.grid_dim()[0] * THREADS
+        first = cute.arch.block_idx()[0] * THREADS + cute.arch.thread_idx()[0]
+        for i in range(first, down * across, step):
+            line, block = i // across, i % across
+            code = self.code(self.load_scale(scale, (line, block), k))
+            ptx.add_shared(counts + code * 4, Uint32(1))
+            if code == Uint32(self.nan_code):
+                number = self.number(line, block, sizes)
+                ptx.max_global(row + Word.LAST * 4, Uint32(_MOST) - Uint32(number))
+
+    def number(self, line, block, sizes):
+        """Of a block, as compact scales lie."""
+        down, across, _ = sizes
+        return line * across + block if self.config.axis == -1 else block * down + line
+
+    def load_scale(self, scale, where, k):
+        """A scale as it is stored, in a word."""
+        config = self.config
+        place = scale_place(scale, where, (config.layout, config.axis), self.format, k)
+        return ptx.load_global(scale.iterator.toint() + place, self.format.scale.nbytes)
+
+    @property
+    def nan_code(self) -> int:
+        return 255 if self.format.scale is FP32 else self.format.scale.nan_code
+
+    def code(self, word):
+        """What is counted of a scale."""
+        return (word >> 23) & Uint32(255) if self.format.scale is FP32 else word
+
+    @cute.jit
+    def hand_on(self, counts, found, row):
+        """Add what this CTA has found to what others have."""
+        thread = cute.arch.thread_idx()[0]
+        for i in range_constexpr(CODE_COUNT // THREADS):
+            code = i * THREADS + thread
+            number = ptx.load_shared(counts + code * 4, 4)[0]
+            if number > Uint32(0):
+                ptx.add_global(row + (Word.CODES + code) * 4, number)
+        if thread == 0:
+            ptx.max_global(row + Word.AMAX * 4, ptx.load_shared(found, 4)[0])
+
+    @cute.jit
+    def copy_global_scale(self, global_scale, row):
+        if cute.arch.block_idx()[0] + cute.arch.thread_idx()[0] == 0:
+            word = ptx.load_global(global_scale.iterator.toint(), 4)
+            ptx.store_global(row + Word.GLOBAL_SCALE * 4, [word], 4)
+
+    # --- elements ---------------------------------------------------------------------------------
+
+    @cute.jit
+    def find_amax(self, x, found, sizes):
+        """Of all elements, which lie together in some order: as bits of fp32 without a sign."""
+        lines, k = sizes
+        dtype = self.config.dtype
+        step = cute.arch.grid_dim()[0] * THREADS
+        first = cute.arch.block_idx()[0] * THREADS + cute.arch.thread_idx()[0]
+        base, most = x.iterator.toint(), Uint32(0)
+        total, each = Int64(lines) * k, 16 // dtype.itemsize
+        vectors = Int32(total // each)
+        for i in range(first, vectors, step):
+            for word in ptx.load_words(base + Int64(i) * 16):
+                most = self.larger(most, word)
+        for i in range(first, Int32(total % each), step):
+            place = (Int64(vectors) * each + i) * dtype.itemsize
+            most = self.larger(most, ptx.load_global(base + place, dtype.itemsize))
+        most = self.as_fp32(most)
+        for i in range_constexpr(5):
+            most = cutlass.max(most, cute.arch.shuffle_sync_bfly(most, 1 << i))
+        if cute.arch.thread_idx()[0] % 32 == 0:
+            ptx.max_shared(found, most)
+
+    def larger(self, most, word):
+        """Of the magnitudes in two words, each in its place."""
+        if self.config.dtype.itemsize == 4:
+            return cutlass.max(most, word & Uint32(_MAGNITUDE))
+        return ptx.max_u16x2(most, word & Uint32(_MAGNITUDES))
+
+    def as_fp32(self, most):
+        """The larger magnitude of a word, as bits of fp32."""
+        dtype = self.config.dtype
+        if dtype.itemsize == 4:
+            return most
+        most = cutlass.max(most & Uint32(0xFFFF), most >> 16)
+        if dtype == BFLOAT16:
+            return most << 16
+        return ptx.half_to_float(most, False).bitcast(Uint32)
+
+    @cute.jit
+    def copy_picks(self, x, data, scale, places, row, sizes):
+        """Of elements past the end there are zeros."""
+        lines, across, k = sizes
+        (height, size), stored = self.format.block, self.format.element.stored(self.format.block[1])
+        count = places.shape[0]
+        at = Row.of(self.format, count)
+        step = cute.arch.grid_dim()[0] * THREADS
+        first = cute.arch.block_idx()[0] * THREADS + cute.arch.thread_idx()[0]
+        for i in range(first, count * size, step):
+            line, block = self.pick(places, i // size, across)
+            value = self.load_element(x, (line, block * size + i % size), (lines, k))
+            ptx.store_global(row + (Int64(at.x) + i) * 4, [value.bitcast(Uint32)], 4)
+        for i in range(first, count * stored, step):
+            line, block = self.pick(places, i // stored, across)
+            place = Int64(line) * data.stride[0]
+            place += (Int64(block) * stored + i % stored) * data.stride[1]
+            byte = ptx.load_global(data.iterator.toint() + place, 1)
+            ptx.store_global(row + Int64(at.data) * 4 + i, [byte], 1)
+        for i in range(first, count, step):
+            line, block = self.pick(places, i, across)
+            word = self.load_scale(scale, (line // height, block), k)
+            ptx.store_global(row + (Int64(at.scale) + i) * 4, [word], 4)
+
+    def pick(self, places, i, across):
+        """Line and block of a pick."""
+        place = Int32(ptx.load_global(places.iterator.toint() + Int64(i) * 4, 4))
+        return place // across, place % across
+
+    def load_element(self, x, where, sizes):
+        """As fp32; past the end, 0."""
+        (line, along), (lines, k), dtype = where, sizes, self.config.dtype
+        inside = cutlass.min(line, lines - 1), cutlass.min(along, k - 1)
+        place = Int64(inside[0]) * x.stride[0] + Int64(inside[1]) * x.stride[1]
+        word = ptx.load_global(x.iterator.toint() + place * dtype.itemsize, dtype.itemsize)
+        value = element(word, 0, dtype)
+        known = (line < lines) & (along < k)
+        return Float32(cutlass.select_(known, value, Float32(0.0)))
+
+    @cute.jit
+    def find_element(self, x, found, row, sizes):
+        """Of the first block that is not finite: by the CTA that is last."""
+        lines, down, across, k = sizes
+        height, size = self.format.block
+        thread = cute.arch.thread_idx()[0]
+        last = ptx.load_global(row + Word.LAST * 4, 4)
+        if last > Uint32(0):
+            number = Int32(Uint32(_MOST) - last)
+            line, block = number // across, number % across
+            if const_expr(self.config.axis == -2):
+                line, block = number % down, number // down
+            for i in range(thread, height * size, THREADS):
+                where = line * height + i // size, block * size + i % size
+                bits = self.load_element(x, where, (lines, k)).bitcast(Uint32)
+                if (bits & Uint32(_MAGNITUDE)) >= Uint32(_INFINITY):
+                    ptx.max_shared(found + 8, Uint32(height * size - i))
+            cute.arch.sync_threads()
+            left = Int32(ptx.load_shared(found + 8, 4)[0])
+            if (thread == 0) & (left > 0):
+                i = height * size - left
+                where = line * height + i // size, block * size + i % size
+                bits = self.load_element(x, where, (lines, k)).bitcast(Uint32)
+                ptx.store_global(row + Word.ELEMENT * 4, [Uint32(i + 1)], 4)
+                ptx.store_global(row + Word.VALUE * 4, [bits], 4)
+
+
+def compile_config(config: WatchConfig):
+    """The host function of a kernel, which takes matrices of any shape."""
+    format, x = get_format(config.format), None
+    if config.dtype is not None:
+        x = any_strided(NUMERIC[config.dtype], 2, config.dtype.itemsize)
+    scale = Float32 if format.scale.nbytes == 4 else cutlass.Uint8
+    if config.layout == "tcgen05":
+        scales = any_tensor(scale, 1, 1)
+    elif config.layout == "packed":
+        scales = any_tensor(Int32, 2, 4)
+    else:
+        scales = any_strided(scale, 2, format.scale.nbytes)
+    return compile_for(
+        config.arch,
+        Watch(config),
+        x,
+        any_strided(cutlass.Uint8, 2, 1),
+        scales,
+        any_tensor(Float32, 0, 4) if config.has_global_scale else None,
+        any_tensor(Int32, 1, 4),
+        any_tensor(Int32, 2, 16, spaced=True),
+        Int32(0),
+        (Int32(0), Int32(0), Int32(0)),
+    )

@@ -1,0 +1,113 @@
+"""From a quantized matrix, and what it was made of, to what is launched."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...dtypes import from_torch
+from ...formats import Format
+from ...memory import as_bytes
+from ..common.gpu import Gpu, Unsupported
+from ..common.runtime import FLOATS, describe, require_gpu
+from .config import Row, WatchConfig, ctas_of
+
+__all__ = ["Lines", "Matrix", "WatchPlan", "plan_watch"]
+
+_MOST = 1 << 31  # what 32 bits count
+
+
+class Matrix(NamedTuple):
+    """A quantized matrix.
+
+    Attributes:
+        data: as ``ScaledTensor.qdata``: of ``shape``, but for elements that share a byte.
+        scale: as ``layout`` stores it.
+        axis: that blocks run along.
+    """
+
+    format: Format
+    shape: tuple[int, int]
+    axis: int
+    layout: str
+    data: Tensor
+    scale: Tensor
+    global_scale: Tensor | None
+
+
+class Lines(NamedTuple):
+    """Parts of a matrix, with the lines that blocks run along as rows: what was quantized, if
+    anybody has it, bytes of data, and scales as their layout stores them."""
+
+    x: Tensor | None
+    data: Tensor
+    scale: Tensor
+    global_scale: Tensor | None
+
+    @classmethod
+    def of(cls, x: Tensor | None, matrix: Matrix) -> Lines:
+        data, scale = as_bytes(matrix.data), as_bytes(matrix.scale)
+        if matrix.axis == -2:
+            x, data = None if x is None else x.mT, data.mT
+        return cls(x, data, scale, matrix.global_scale)
+
+
+@dataclass(frozen=True, slots=True)
+class WatchPlan:
+    """What is launched for matrices alike; ``row``: where what is written lies."""
+
+    run: Callable[..., Any]
+    row: Row
+    sizes: tuple[int, int, int]  # lines, elements of a line, CTAs
+    places: Tensor
+
+    def __call__(self, lines: Lines, rows: Tensor, which: int) -> None:
+        """Write row ``which`` of ``rows``, int32 (any, ``row.words``), which is zeros before."""
+        self.run(*lines, self.places, rows, which, self.sizes)
+
+
+def plan_watch(
+    x: Tensor | None, matrix: Matrix, places: Tensor, device: torch.device, gpu: Gpu | None
+) -> WatchPlan:
+    """The plan of matrices that lie as this one, whose parts may be on meta, and were made of what
+    lies as ``x``; ``places``: int32 (n,), blocks that are picked, counted along lines.
+
+    Raises Unsupported where no kernel looks at them.
+    """
+    gpu = require_gpu("data", device, gpu)
+    format, shape, axis = matrix.format, matrix.shape, matrix.axis
+    if format.element.bits == 6:
+        raise Unsupported(f"format {format.name}: no kernel quantizes to 6 bits")
+    if len(shape) != 2 or 0 in shape:
+        raise Unsupported(f"shape {tuple(shape)}: the kernel takes matrices with elements")
+    lines, k = shape if axis == -1 else shape[::-1]
+    if math.prod(shape) >= _MOST * 4:
+        raise Unsupported(f"shape {tuple(shape)}: the kernel counts vectors to 2^31")
+    if x is not None:
+        _check_source(x, shape)
+    (height, size), nbytes = format.block, 0 if x is None else x.numel() * x.element_size()
+    config = WatchConfig(
+        arch=gpu.arch,
+        format=format.name,
+        dtype=None if x is None else from_torch(x.dtype),
+        layout=matrix.layout,
+        axis=axis,
+        has_global_scale=matrix.global_scale is not None,
+    )
+    scales = -(-lines // height) * -(-k // size)
+    sizes = lines, k, ctas_of(scales, nbytes, gpu.multiprocessors)
+    return WatchPlan(gpu.load(config), Row.of(format, len(places)), sizes, places)
+
+
+def _check_source(x: Tensor, shape: tuple[int, int]) -> None:
+    if x.dtype not in FLOATS or tuple(x.shape) != tuple(shape):
+        raise Unsupported(f"x: {tuple(x.shape)} {x.dtype} is not what {tuple(shape)} was made of")
+    if not (x.is_contiguous() or x.mT.is_contiguous()):
+        raise Unsupported(f"x: has strides {x.stride()}; its elements must lie together")
+    if describe(x)[3] % 16:
+        raise Unsupported("x: does not begin at a multiple of 16 bytes")

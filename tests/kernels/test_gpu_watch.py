@@ -1,0 +1,199 @@
+"""The kernel that looks at quantized matrices, run in the emulator: and numbers counted anew."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
+
+import blockscale as bs
+from blockscale import emulator as em
+from blockscale.formats import FP32
+from blockscale.kernels.common.gpu import Unsupported
+from blockscale.kernels.watch.config import Word
+from blockscale.kernels.watch.plan import Lines, Matrix, plan_watch
+from blockscale.layouts import as_bytes
+from stand_in import chip
+
+BF16, FP16 = torch.bfloat16, torch.float16
+POISON = 0x5A5A5A5A
+NONE = 0xFFFFFFFF
+
+
+def values(shape: tuple[int, int], dtype: torch.dtype = BF16, seed: int = 0) -> Tensor:
+    """Blocks of every size, some of them zeros."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    x *= torch.logspace(-3, 2, shape[1])
+    x[: shape[0] // 2, : shape[1] // 3] = 0
+    return x.to(dtype)
+
+
+def matrix_of(q: bs.ScaledTensor) -> Matrix:
+    scale = q.qscale
+    return Matrix(q.format, tuple(q.shape), q.axis, q.layout_name, q.qdata, scale, q.global_scale)
+
+
+def look(
+    x: Tensor | None, q: bs.ScaledTensor, places: Tensor, arch: str = "sm_90a"
+) -> tuple[dict[str, Tensor], Tensor]:
+    """What the kernel writes into the second of three rows, by name, and the other two rows."""
+    matrix = matrix_of(q)
+    with em.cutedsl(em.Device(arch, completion="late", check="all,exit_stores,global")):
+        plan = plan_watch(x, matrix, places, torch.device("cpu"), chip(arch, 3))
+        row = plan.row
+        rows = torch.full((3, row.words), POISON, dtype=torch.int32)
+        rows[1] = 0
+        plan(Lines.of(x, matrix), rows, 1)
+    found = rows[1]
+    n = len(places)
+    named = {
+        "codes": found[Word.CODES : Word.CODES + 256],
+        "last": found[Word.LAST],
+        "amax": found[Word.AMAX].view(torch.float32),
+        "arrived": found[Word.ARRIVED],
+        "element": found[Word.ELEMENT],
+        "value": found[Word.VALUE].view(torch.float32),
+        "global_scale": found[Word.GLOBAL_SCALE].view(torch.float32),
+        "x": found[row.x : row.x + n * row.size].view(torch.float32).view(n, row.size),
+        "scale": found[row.scale : row.scale + n],
+        "data": found[row.data :].view(torch.uint8)[: n * row.stored].view(n, row.stored),
+        "rest": found[row.data :].view(torch.uint8)[n * row.stored :],
+    }
+    return named, rows[::2]
+
+
+def lines_of(x: Tensor, axis: int) -> Tensor:
+    return x if axis == -1 else x.mT
+
+
+def check(x: Tensor, q: bs.ScaledTensor, count: int = 40, arch: str = "sm_90a", given=True) -> dict:
+    """Count, and pick, by what the tensor's compact scales and bytes are."""
+    height, size = q.format.block
+    scale = lines_of(q.compact_bytes(), q.axis)
+    codes = scale if scale.dtype == torch.uint8 else (scale.view(torch.int32) >> 23) & 255
+    across = scale.shape[1]
+    lines, k = lines_of(x, q.axis).shape
+    total = lines * across
+    places = torch.randint(total, (count,), generator=torch.Generator().manual_seed(1)).int()
+    places[-1] = total - 1
+    found, others = look(x if given else None, q, places, arch)
+    assert (others == POISON).all()
+    counts = torch.bincount(codes.flatten().int(), minlength=256)
+    assert torch.equal(found["codes"].long(), counts)
+    nan = 255 if q.format.scale is FP32 else q.format.scale.nan_code
+    order = codes if q.axis == -1 else codes.mT
+    bad = (order.flatten() == nan).nonzero().flatten()
+    first = bad[0].item() if len(bad) else NONE
+    assert NONE - (found["last"].item() & NONE) == first
+    if q.global_scale is not None:
+        assert found["global_scale"] == q.global_scale
+    if not given:
+        assert not found["x"].any()
+        return found
+    amax = x.float().abs().amax()
+    assert torch.equal(found["amax"].isnan(), amax.isnan())
+    assert amax.isnan() or found["amax"] == amax
+    padded = torch.nn.functional.pad(lines_of(x, q.axis).float(), (0, -k % size))
+    blocks = padded.unfold(1, size, size)
+    line, block = places.long() // across, places.long() % across
+    torch.testing.assert_close(found["x"], blocks[line, block], rtol=0, atol=0, equal_nan=True)
+    words = scale if scale.dtype == torch.uint8 else scale.view(torch.int32)
+    assert torch.equal(found["scale"], words[line // height, block].int())
+    stored = q.format.element.stored(size)
+    data = lines_of(as_bytes(q.qdata), q.axis).unfold(1, stored, stored)
+    assert torch.equal(found["data"], data[line, block])
+    assert not found["rest"].any()
+    if first == NONE:
+        assert found["element"] == 0
+    return found
+
+
+CASES = [
+    ("mxfp8", "compact"),
+    ("mxfp8", "tcgen05"),
+    ("mxfp8", "packed"),
+    ("nvfp4", "tcgen05"),
+    ("nvfp4", "compact"),
+    ("mxfp4", "tcgen05"),
+    ("fp8_1x128", "sm90"),
+    ("fp8_1x128", "compact"),
+    ("fp8_128x128", "compact"),
+]
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize(("format", "layout"), CASES)
+def test_numbers(format: str, layout: str, axis: int):
+    x = values((200, 272))
+    for k_major in (False, True):
+        q = bs.quantize(x, format, axis, layout=layout, pad=True, k_major=k_major)
+        check(x, q)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("dtype", [torch.float32, FP16])
+@pytest.mark.parametrize("shape", [(3, 7), (130, 33), (1, 512)], ids=str)
+def test_sizes_and_dtypes(shape, dtype):
+    x = values(shape, dtype)
+    check(x, bs.quantize(x, "nvfp4", pad=True, layout="tcgen05"), 7, "sm_100a")
+    check(x, bs.quantize(x, "mxfp8", -2, pad=True, layout="tcgen05"), 7, "sm_100a")
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize("format", ["mxfp8", "nvfp4", "fp8_128x128", "fp8_1x128"])
+def test_first_nonfinite(format, axis, value):
+    """The element is named by its place in the first such block, as compact scales are counted."""
+    x = values((160, 288), torch.float32)
+    x[150, 280] = math.nan
+    x[70, 201], x[71, 201] = value, math.nan
+    q = bs.quantize(x, format, axis, pad=True)
+    found = check(x, q)
+    height, size = q.format.block
+    line, along = (70, 201) if axis == -1 else (201, 70)
+    inside = line % height * size + along % size
+    down, across = lines_of(q.compact_bytes(), axis).shape
+    block = line // height * across + along // size
+    if axis == -2:
+        block = along // size * down + line // height
+    assert NONE - (found["last"].item() & NONE) == block
+    assert found["element"] == inside + 1
+    assert found["value"].item() == value or (math.isnan(value) and found["value"].isnan())
+
+
+@pytest.mark.kernels
+def test_without_values():
+    """Scales alone are counted where nobody has what was quantized."""
+    x = values((64, 96))
+    x[5, 5] = math.nan
+    found = check(x, bs.quantize(x, "mxfp8", pad=True), given=False)
+    assert found["element"] == found["arrived"] == found["amax"] == 0
+
+
+@pytest.mark.kernels
+def test_strided_source():
+    """A weight whose transpose is contiguous."""
+    x = values((96, 64)).mT
+    check(x, bs.quantize(x.contiguous(), "mxfp8", pad=True))
+
+
+def test_refusals():
+    x = values((64, 96))
+    gpu, cpu, places = chip("sm_90a"), torch.device("cpu"), torch.zeros(1, dtype=torch.int32)
+    six = bs.quantize(x, "mxfp6_e2m3")
+    with pytest.raises(Unsupported, match="6 bits"):
+        plan_watch(x, matrix_of(six), places, cpu, gpu)
+    q = matrix_of(bs.quantize(x))
+    with pytest.raises(Unsupported, match="must lie together"):
+        plan_watch(values((64, 192))[:, ::2], q, places, cpu, gpu)
+    with pytest.raises(Unsupported, match="was made of"):
+        plan_watch(x.double(), q, places, cpu, gpu)
+    with pytest.raises(Unsupported, match="multiple of 16 bytes"):
+        plan_watch(torch.zeros(64 * 96 + 1, dtype=BF16)[1:].view(64, 96), q, places, cpu, gpu)
