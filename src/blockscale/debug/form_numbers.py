@@ -150,8 +150,8 @@ def _dequantized(format: Format, blocks: Blocks) -> Tensor:
 
 
 def _square(x: Tensor) -> Tensor:
-    """Sums of squares, in fp64 over blocks."""
-    return x.square().sum(-1).sum(-1, dtype=torch.float64)
+    """Sums of squares; in fp32 those of small gradients would be 0."""
+    return x.to(torch.float64).square().sum((-2, -1))
 
 
 def _decoded(scale: Tensor, format: Format) -> Tensor:
@@ -255,13 +255,13 @@ def _percentiles(exponents: dict[int, int]) -> dict[str, int] | None:
     """Return percentiles of log2 of scales, without those of zeros."""
     if not exponents:
         return None
-    total, found = sum(exponents.values()), {}
+    total, found, seen = sum(exponents.values()), dict[str, int](), 0
+    ordered = iter(sorted(exponents))
     for name, share in (("min", 0.0), ("p1", 0.01), ("p50", 0.5), ("p99", 0.99), ("max", 1.0)):
-        seen = 0
-        for exponent in sorted(exponents):
+        while not found or seen < share * total:
+            exponent = next(ordered)
             seen += exponents[exponent]
-            if seen >= share * total:
-                break
+            found[name] = exponent
         found[name] = exponent
     return {**found, "spread": found["max"] - found["min"]}
 

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
@@ -22,8 +23,8 @@ from ..nn import observing
 from ..nn.observing import Form
 from ..nn.recipe import Recipe
 from ..watching import is_faked, is_transformed
+from .form_kernels import FormKernels
 from .form_numbers import Measured, evaluate, numbers_of
-from .form_rows import FormRows
 from .form_samples import Sample, take_sample, values_of
 from .watch_report import write_watch_report
 
@@ -144,7 +145,7 @@ class _Watcher:
         self.model, self.every, self.write = model, every, write
         self.step, self.backward_began = -1, True
         self.seen: _Seen | None = None  # of a watched step that is not over
-        self._calls, self._rows = _Calls(), FormRows()
+        self._calls, self._kernels = _Calls(), FormKernels()
         self._closing: list[Callable[[], Any]] = []
 
     @contextmanager
@@ -209,7 +210,7 @@ class _Watcher:
             torch.autograd.Variable._execution_engine.queue_callback(self.end)
 
     def _begin(self) -> None:
-        self.seen = _Seen(self._rows)
+        self.seen = _Seen(self._kernels)
         if "torch._dynamo" in sys.modules:  # else nothing is compiled
             stance = torch.compiler.set_stance("force_eager")
             self._closing.append(partial(stance.__exit__, None, None, None))
@@ -235,6 +236,9 @@ class _Watcher:
         if self.seen is None or not self._calls.trains or is_faked() or is_transformed():
             return
         name = ".".join(filter(None, (name, part)))
+        if not (_modes() or torch.is_grad_enabled()):  # as in most layers
+            self.seen.add(name, role, x, forms)
+            return
         apart = _disable_current_modes() if _modes() else nullcontext()  # they keep what is made
         with torch.no_grad(), apart:
             self.seen.add(name, role, x, forms)
@@ -274,11 +278,11 @@ class _Calls(threading.local):
 class _Seen:
     """Holds what was seen in a step, in the order of first calls."""
 
-    def __init__(self, rows: FormRows) -> None:
+    def __init__(self, kernels: FormKernels) -> None:
         self._of: dict[_Key, list[int]] = {}  # numbers of forms
         self._in_forward: set[_Key] = set()
         self._count = 0
-        self._rows = rows
+        self._kernels = kernels
         self._waiting: list[tuple[int, Sample]] = []
         self._measured: dict[int, Measured] = {}
 
@@ -299,7 +303,7 @@ class _Seen:
         for key, form in new.items():
             number, self._count = self._count, self._count + 1
             self._of.setdefault(key, []).append(number)
-            if of_rows or not self._rows.add(number, values, form):
+            if of_rows or not self._kernels.add(number, values, form):
                 left[number] = form
         self._sample(values, left)
 
@@ -322,15 +326,25 @@ class _Seen:
 
     def lines(self) -> list[tuple[_Key, dict[str, Any]]]:
         self._measure()
-        self._measured |= self._rows.evaluate()
+        self._measured |= self._kernels.evaluate()
         if not self._measured:
             return []
-        vectors = torch.stack([self._measured[i].vector for i in range(self._count)])
-        rows = vectors.cpu().numpy()  # read back, once
+        rows = self._read_back()
         return [
             (key, numbers_of([(self._measured[i].about, rows[i]) for i in members]))
             for key, members in self._of.items()
         ]
+
+    def _read_back(self) -> dict[int, np.ndarray]:
+        """Vectors by the numbers of their forms; a device's are read back at once."""
+        found: dict[int, np.ndarray] = {}
+        by_device: dict[torch.device, list[int]] = {}
+        for number, measured in self._measured.items():
+            by_device.setdefault(measured.vector.device, []).append(number)
+        for numbers in by_device.values():
+            vectors = torch.stack([self._measured[number].vector for number in numbers])
+            found |= zip(numbers, vectors.cpu().numpy(), strict=True)
+        return found
 
 
 def _in_backward() -> bool:

@@ -28,6 +28,7 @@ from .spec import Geometry, Strided, geometry, scale_values, supported, values
 from .threads import run
 
 __all__ = [
+    "ITEMS",
     "MAX_SKINNY_M",
     "amax",
     "dequantize",
@@ -43,8 +44,8 @@ __all__ = [
 #: Rows of ``x`` up to which :func:`multiply` is faster than to dequantize and call a BLAS.
 MAX_SKINNY_M = 16
 
-# How the loops see x, and its largest finite item.
-_ITEMS = {torch.float32: np.int32, torch.bfloat16: np.uint16, torch.float16: np.int16}
+#: How the loops see x, and its largest finite item.
+ITEMS = {torch.float32: np.int32, torch.bfloat16: np.uint16, torch.float16: np.int16}
 _LARGEST = {torch.float32: 0x7F7FFFFF, torch.bfloat16: 0x7F7F, torch.float16: 0x7BFF}
 _NO_TABLE, _NO_BYTES = np.empty(0, np.int32), np.empty(0, np.uint8)
 _CHUNK = 1 << 18  # elements that are worth a thread of their own: some 50 microseconds
@@ -316,10 +317,10 @@ def _geometry(x: Tensor, format: Format, axis: int) -> Geometry:
 
 def _items(x: Tensor) -> np.ndarray:
     """All that lies between the first and the last item of ``x``."""
-    if x.dtype not in _ITEMS:
+    if x.dtype not in ITEMS:
         raise TypeError(f"x: got {x.dtype}; expected float32, bfloat16 or float16")
     span = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)) + 1
-    return memory_of(x, _ITEMS[x.dtype], span if x.numel() else 0)
+    return memory_of(x, ITEMS[x.dtype], span if x.numel() else 0)
 
 
 def _flat(data: Tensor, scale: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ... import error_sums, jit
-from . import arith, comparing, decoding, encoding, multiplying, pairing, swiglu, tiling
+from . import arith, comparing, decoding, encoding, multiplying, pairing, swiglu, tiling, watching
 
 _sources = [*sorted(Path(__file__).parent.glob("*.py")), Path(error_sums.__file__)]
 _cached = jit.cached([*_sources, Path(jit.__file__)])
@@ -87,6 +87,11 @@ def pair_column_tiles(
 @_cached
 def multiply_tiles(a, b, out, m, n, pairs, panels, a_scalar, b_scalar, sums, first, last):
     tiling.multiply_tiles(a, b, out, m, n, pairs, panels, a_scalar, b_scalar, sums, first, last)
+
+
+@_cached
+def watch_lines(x, data, scale, shape, places, constants, factor, found):
+    watching.watch_lines(x, data, scale, shape, places, constants, factor, found)
 
 
 @_cached

@@ -38,21 +38,21 @@ class Watch:
         self.format = get_format(config.format)
 
     @cute.jit
-    def __call__(self, x, data, scale, global_scale, places, rows, which: Int32, sizes, stream):
+    def __call__(self, x, data, scale, global_scale, places, row, sizes, stream):
         """Launch, of a matrix of lines along whose elements blocks run.
 
         ``x`` (lines, K), None where nobody has it; ``data`` (lines, bytes); ``scale`` as its layout
         stores it; ``global_scale`` () fp32 or None; ``places`` (n,) int32, picked blocks, counted
-        along lines; ``rows`` (any, ``Row.words``) int32, of which row ``which`` is zeros;
-        ``sizes``: lines, elements of a line, and CTAs.
+        along lines; ``row``: (any, ``Row.words``) int32, and which of these rows is written, zeros
+        before; ``sizes``: lines, elements of a line, and CTAs.
         """
-        self.kernel(x, data, scale, global_scale, places, rows, which, sizes[:2]).launch(
+        self.kernel(x, data, scale, global_scale, places, row, sizes[:2]).launch(
             grid=(sizes[2], 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
         )
 
     @cute.kernel
-    def kernel(self, x, data, scale, global_scale, places, rows, which: Int32, sizes):
-        lines, k = sizes
+    def kernel(self, x, data, scale, global_scale, places, row, sizes):
+        (rows, which), (lines, k) = row, sizes
         pdl_wait()
         thread, ctas = cute.arch.thread_idx()[0], cute.arch.grid_dim()[0]
         across = cute.ceil_div(k, self.format.block_size)
@@ -260,7 +260,6 @@ def compile_config(config: WatchConfig):
         scales,
         any_tensor(Float32, 0, 4) if config.has_global_scale else None,
         any_tensor(Int32, 1, 4),
-        any_tensor(Int32, 2, 16, spaced=True),
-        Int32(0),
+        (any_tensor(Int32, 2, 16, spaced=True), Int32(0)),
         (Int32(0), Int32(0), Int32(0)),
     )

@@ -68,7 +68,7 @@ class WatchPlan:
 
     def __call__(self, lines: Lines, rows: Tensor, which: int) -> None:
         """Write row ``which`` of ``rows``, int32 (any, ``row.words``), which is zeros before."""
-        self.run(*lines, self.places, rows, which, self.sizes)
+        self.run(*lines, self.places, (rows, which), self.sizes)
 
 
 def plan_watch(
