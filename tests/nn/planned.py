@@ -62,7 +62,7 @@ class _Quantizer:
             data, scale = ops.quantize(
                 *(x, self._format, axis, scale_rounding, "propagate", layout, global_scale),
                 *(None, _numbers(further), "reference", k_major, None, square),
-                *(_step(further), _transform(further), scaling),
+                *(_step(further), *_transform(further, scaling)),
             )
             written[output.first] = (data.mT if output.turned else data).contiguous()
             written[output.first + 1] = scale.contiguous()
@@ -71,8 +71,8 @@ class _Quantizer:
     def global_scale(
         self, inputs: Any, weights: Any = None, further: Any = quantizers.PLAIN
     ) -> torch.Tensor:
-        transform = _transform(further)
-        return ops.global_scale(inputs[0], self._format, "reference", *self._along, transform)
+        transform = _transform(further, "amax")
+        return ops.global_scale(inputs[0], self._format, "reference", *self._along, *transform)
 
 
 def _numbers(further: Any) -> Any:
@@ -84,8 +84,10 @@ def _step(further: Any) -> Any:
     return None if further.numbers is None else further.numbers.step
 
 
-def _transform(further: Any) -> Any:
-    return None if further.hadamard is None else further.hadamard.for_op()
+def _transform(further: Any, scaling: str) -> tuple[Any, str, Any]:
+    """The last arguments of ops."""
+    words, step = (None, None) if further.hadamard is None else further.hadamard.for_op()
+    return words, scaling, step
 
 
 @contextmanager

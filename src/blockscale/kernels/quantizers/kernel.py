@@ -34,7 +34,7 @@ from .squares import Squares
 from .tile import Loaded, Loading, Tiles
 from .transform import Transform
 
-__all__ = ["Quantizer", "compile_config", "encoder_of", "fake_sources"]
+__all__ = ["Quantizer", "any_signs", "compile_config", "encoder_of", "fake_sources"]
 
 _DEEP = 1 << 15  # tiles down the rows in one layer of the grid
 
@@ -168,7 +168,7 @@ class Quantizer:
         noise = Noise.of(given[:5], matrix, config.fours) if config.stochastic else None
         transform = None
         if config.hadamard:
-            transform = Transform.of(config.hadamard, config.dtype, given[-2:])
+            transform = Transform.of(config, given[-2:])
         if config.scaling == "ms_eden":
             return Applied(transform=transform, scale_noise=noise)
         return Applied(noise, transform)
@@ -286,8 +286,14 @@ def _of_rows(config: Config, given: tuple | None) -> list:
 def _any_applied(config: Config) -> tuple | None:
     """What ``further.Further`` gives a kernel, or None."""
     numbers = [any_tensor(Int64, 0, 8), *[Int64(0)] * 4] if config.stochastic else []
-    signs = [Int64(0)] * 2 if config.hadamard else []
-    return tuple(numbers + signs) or None
+    return (*numbers, *any_signs(config)) or None
+
+
+def any_signs(config: Config) -> tuple:
+    """What ``further.Further`` gives a kernel of signs."""
+    if not config.hadamard:
+        return ()
+    return (any_tensor(Int64, 0, 8) if config.draws_signs else Int64(0)), Int64(0)
 
 
 def compile_config(config: Config):
