@@ -36,9 +36,9 @@ class _Quantizer:
     """What quantizes on a GPU that computes by torch, with the attributes of a QuantizePlan."""
 
     def __init__(
-        self, counts: Counts, x: Any, format: str, *how: Any, along: tuple[int, ...] = (-1,)
+        self, counts: Counts, x: Any, format: str, *how: Any, of: tuple[Any, str] = ((-1,), "amax")
     ) -> None:
-        self._along = along
+        self._along, self._scaling = of  # of a global scale
         self._counts, self._shape, self._format, self._how = counts, x[0], format, how
         if how:
             axes, layouts, *_, k_major = how
@@ -71,7 +71,7 @@ class _Quantizer:
     def global_scale(
         self, inputs: Any, weights: Any = None, further: Any = quantizers.PLAIN
     ) -> torch.Tensor:
-        transform = _transform(further, "amax")
+        transform = _transform(further, self._scaling)
         return ops.global_scale(inputs[0], self._format, "reference", *self._along, *transform)
 
 
@@ -128,7 +128,8 @@ def torch_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counts]:
         return _Quantizer(counts, inputs[0], asked.format, *how, asked.k_major)
 
     def plan_amax(inputs: Any, device: Any, gpu: Any, asked: quantizers.Request) -> _Quantizer:
-        return _Quantizer(counts, inputs[0], asked.format, along=asked.axes[:1] or (-1,))
+        of = asked.axes[:1] or (-1,), asked.scaling
+        return _Quantizer(counts, inputs[0], asked.format, of=of)
 
     monkeypatch.setattr(quantizers, "plan_quantize", plan_quantize)
     monkeypatch.setattr(quantizers, "plan_amax", plan_amax)

@@ -10,7 +10,6 @@ from torch import Tensor
 from ..kernels.common.gpu import Unsupported
 from ..kernels.common.runtime import Described, describe
 from ..kernels.quantizers import calls as quantizers
-from ..ops.quantize import with_room
 from ..quantization import Quantization
 from ..tensor import ScaledTensor
 from .quantize_launches import Asked, MatrixLaunch, Parts, QuantizeLaunch, parts_of_axis
@@ -46,12 +45,11 @@ class _MethodLaunch(QuantizeLaunch):
         return request._replace(hadamard=size, draws_signs=how.random_signs), None, None
 
     def _amax_request(self, request: quantizers.Request) -> quantizers.Request:
+        plain = super()._amax_request(request)
         if not request.hadamard:
-            return super()._amax_request(request)
-        given = request.format, request.axes
-        return quantizers.Request(
-            *given, hadamard=request.hadamard, draws_signs=request.draws_signs
-        )
+            return plain
+        plain = plain._replace(axes=request.axes, hadamard=request.hadamard)
+        return plain._replace(draws_signs=request.draws_signs)
 
     def __call__(
         self, x: Tensor, global_scale: Tensor | None = None, seed: OperandSeed | None = None
@@ -64,7 +62,7 @@ class _MethodLaunch(QuantizeLaunch):
         plan, amax = self._find(describe(x))
         if amax is not None and global_scale is None:
             transform = quantizers.Further(None, hadamard)
-            global_scale = with_room(amax.global_scale((x,), None, transform), how.scaling)
+            global_scale = amax.global_scale((x,), None, transform)
         further = quantizers.Further(numbers, hadamard)
         row, row_scale, column, column_scale = plan.quantize((x,), global_scale, further=further)
         rows = parts_of_axis(row, row_scale, global_scale)

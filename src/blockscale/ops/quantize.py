@@ -16,17 +16,14 @@ from ..kernels.cpu import calls as cpu
 from ..kernels.quantizers import calls as quantizers
 from ..layouts import get_layout, swizzle_scale
 from ..memory import as_bytes, joined
+from ..rounding import ROOM
 from ..seed import Numbers
 from ..stored import is_per_matrix
 from . import fakes
 from .backends import fall_back, require_cpu_kernels
 from .operation import operation
 
-__all__ = ["global_scale", "quantize", "quantize_both", "with_room", "written_layouts"]
-
-#: The largest scale is 256 at first, not 448: a block of which 4 is the largest element has one
-#: that is half as large again, and so may a correction make it.
-_ROOM = 448 / 256
+__all__ = ["global_scale", "quantize", "quantize_both", "written_layouts"]
 
 Pair = tuple[Tensor, Tensor]  # data and scales
 
@@ -157,28 +154,27 @@ def global_scale(
     """fp32 scalar for a format with two levels of scales; see reference.global_scale. ``hadamard``,
     ``signs_step``: of ``x`` transformed along ``axis``, as ``quantize`` does it. Other ``scaling``
     than by amax leaves room above the largest scale."""
-    if scaling != "amax":
-        given = backend, axis, hadamard, "amax", signs_step
-        return with_room(global_scale(x, format, *given), scaling)
     fmt, transform = get_format(format), Hadamard.of_op(hadamard, signs_step)
     if backend != "reference":
         try:
             if gpu_of(x.device) is not None:
-                return quantizers.global_scale(x, fmt, axis=axis, hadamard=transform)
+                return quantizers.global_scale(
+                    x, fmt, axis=axis, hadamard=transform, scaling=scaling
+                )
             require_cpu_kernels()
-            return cpu.global_scale(
-                x if transform is None else transformed(x, transform, axis), fmt
-            )
+            given = x if transform is None else transformed(x, transform, axis)
+            return _with_room(cpu.global_scale(given, fmt), scaling)
         except Unsupported as why:
             fall_back("global_scale", x, backend, str(why))
     if transform is not None:  # a kernel may look at what torch transforms
-        return global_scale(transformed(x, transform, axis).contiguous(), format, backend)
-    return reference.global_scale(x, fmt)
+        given = transformed(x, transform, axis).contiguous()
+        return global_scale(given, format, backend, scaling=scaling)
+    return _with_room(reference.global_scale(x, fmt), scaling)
 
 
-def with_room(scale: Tensor, scaling: str) -> Tensor:
+def _with_room(scale: Tensor, scaling: str) -> Tensor:
     """A global scale found by amax, as ``scaling`` wants it."""
-    return scale if scaling == "amax" else scale * _ROOM
+    return scale if scaling == "amax" else scale * ROOM
 
 
 # --- kernels --------------------------------------------------------------------------------------

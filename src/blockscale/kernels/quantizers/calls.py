@@ -106,11 +106,12 @@ def global_scale(
     others: tuple[Tensor, ...] = (),
     axis: int = -1,
     hadamard: Hadamard | None = None,
+    scaling: str = "amax",
     gpu: Gpu | None = None,
 ) -> Tensor:
     """``reference.global_scale`` of ``x``, of what ``producer`` makes of it, or of what
-    ``hadamard`` does along ``axis``: an fp32 scalar."""
-    asked = Request(format.name, producer=producer)
+    ``hadamard`` does along ``axis``: an fp32 scalar, with room where ``scaling`` needs that."""
+    asked = Request(format.name, producer=producer, scaling=scaling)
     if hadamard is not None:  # without one there is one plan for both axes
         asked = asked._replace(axes=(axis,), hadamard=hadamard.size, draws_signs=hadamard.draws)
     inputs, weights = _divided(x, others, producer)

@@ -216,9 +216,11 @@ class AmaxConfig(Config):
 
     Attributes:
         along: -1 or -2, the axis of a transform before.
+        room: the global scale leaves some above the largest scale, see ``rounding.ROOM``.
     """
 
     along: int = -1
+    room: bool = False
 
 
 def choose_config(
