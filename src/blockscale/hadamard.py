@@ -33,6 +33,7 @@ class Hadamard:
     >>> a, b = (bs.quantize(each, "nvfp4", axis=-2, hadamard=h) for each in (g, x))
     >>> bs.gemm(a.mT, b).shape  # about g.mT @ x, the gradient of a weight
     torch.Size([48, 32])
+    >>> drawn = bs.Hadamard(128, signs=bs.Seed(7, torch.tensor(0)))  # of what the tensor has then
 
     Args:
         size: 2 to 128, a power of two; 16 in NVIDIA's recipe for NVFP4.
