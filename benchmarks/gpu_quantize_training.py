@@ -153,7 +153,7 @@ def measure(shape: tuple[int, int], timer: Timer) -> Iterator[dict[str, Any]]:
             given |= {"seed": held} if "seed" in one.given else {}
             calls[one.name] = lambda one=one, given=given: one.run(x, **given)
         yield from _rows(asked[0].case, shape, turns(calls, timer, REPEATS))
-    words = HADAMARD.for_op()
+    words, _ = HADAMARD.for_op()
     calls = {
         name: (lambda given=given: torch.ops.blockscale.global_scale(x, "nvfp4", "kernel", *given))
         for name, given in (("plain", ()), ("rows", (-1, words)), ("columns", (-2, words)))

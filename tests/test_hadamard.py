@@ -8,8 +8,11 @@ import torch
 
 import blockscale as bs
 from blockscale.hadamard import transformed
+from blockscale.rounding import random_bits
+from blockscale.seed import Numbers
 
 OCTETS = torch.uint8
+META = torch.tensor(0, device="meta")
 X = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
 
 
@@ -97,7 +100,7 @@ def test_both_ways_by_the_op(size):
     """Each along its own contraction; signs of all 128 elements reach the op."""
     h, x = bs.Hadamard.random(2, size), torch.randn(128, 256).bfloat16()
     args = "mxfp8", "rceil", "propagate", "compact", "compact"
-    got = torch.ops.blockscale.quantize_both(x, *args, hadamard=h.for_op())
+    got = torch.ops.blockscale.quantize_both(x, *args, hadamard=h.for_op()[0])
     for axis, data, scale in ((-1, *got[:2]), (-2, *got[2:])):
         want = bs.quantize(transformed(x, h, axis).contiguous(), "mxfp8", axis)
         assert torch.equal(data.view(OCTETS), want.qdata.view(OCTETS))
@@ -127,6 +130,70 @@ def test_compiled():
     assert torch.equal(run(X), want)
 
 
+@pytest.mark.parametrize("size", [2, 16, 128])
+@pytest.mark.parametrize("step", [0, -1, 2**40 + 3])
+def test_seeds_draw_signs(size, step):
+    """The lowest bits of a block's random numbers, which ints keep; those of a step are drawn."""
+    bits = random_bits(Numbers(-7, step, 0, 0, 0), np.empty(size, np.float32)) % 2
+    want = sum(int(bit) << i for i, bit in enumerate(bits))
+    assert bs.Hadamard(size, bs.Seed(-7, step)).signs == want
+    drawn = bs.Hadamard(size, bs.Seed(-7, torch.tensor(step)))
+    for axis in (-1, -2):
+        x = X if axis == -1 else X.T.contiguous()
+        for dtype in (torch.float16, torch.bfloat16, torch.float32):
+            fixed = bs.Hadamard(size, want)
+            found, wanted = (transformed(x.to(dtype), h, axis) for h in (drawn, fixed))
+            assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("size", [4, 16, 128])
+def test_random_is_of_a_seed(size):
+    assert bs.Hadamard.random(3, size) == bs.Hadamard(size, bs.Seed(3))
+    bits = random_bits(3, np.empty(size, np.float32)) & 1
+    assert bs.Hadamard.random(3, size).signs == sum(int(b) << i for i, b in enumerate(bits))
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp8"])
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_a_step_is_read_when_it_is_done(name, axis):
+    """Global scale, scales and elements are those of signs of that step, by kernels and by torch;
+    other steps have others."""
+    step = torch.tensor(0)
+    h, found = bs.Hadamard(16, bs.Seed(5, step)), []
+    for value in (3, 2**35):
+        step.fill_(value)
+        fixed = bs.Hadamard(16, bs.Seed(5, value))
+        for given in ({"seed": 9}, {"seed": 9, "backend": "reference"}, {}):
+            got = bs.quantize(X, name, axis, hadamard=h, **given)
+            want = bs.quantize(X, name, axis, hadamard=fixed, **given)
+            assert torch.equal(got.qdata.view(OCTETS), want.qdata.view(OCTETS))
+            assert torch.equal(got.qscale.view(OCTETS), want.qscale.view(OCTETS))
+            assert name != "nvfp4" or torch.equal(got.global_scale, want.global_scale)
+        found.append(got.dequantize())
+    assert not torch.equal(*found)
+    words, _ = h.for_op()
+    args = "mxfp8", "rceil", "propagate", "compact", "compact"
+    both = torch.ops.blockscale.quantize_both(X, *args, hadamard=words, signs_step=step)
+    for i, axis in ((0, -1), (2, -2)):
+        want = bs.quantize(X, "mxfp8", axis, hadamard=fixed)
+        assert torch.equal(both[i].view(OCTETS), want.qdata.view(OCTETS))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_drawn_signs_compiled(backend):
+    """One graph for all steps."""
+
+    def run(x, step):
+        h, seed = bs.Hadamard(16, bs.Seed(5, step)), bs.Seed(6, step)
+        return bs.quantize(x, "nvfp4", -2, hadamard=h, seed=seed).qdata.view(OCTETS)
+
+    torch.compiler.reset()
+    compiled = torch.compile(run, backend=backend, fullgraph=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for value in (3, 4):
+            assert torch.equal(compiled(X, torch.tensor(value)), run(X, torch.tensor(value)))
+
+
 def test_signs():
     assert bs.Hadamard.random(1) == bs.Hadamard.random(1)
     assert len({bs.Hadamard.random(seed).signs for seed in range(20)}) == 20
@@ -136,6 +203,13 @@ def test_signs():
 @pytest.mark.parametrize(("use", "error", "told"), [
     (lambda: bs.Hadamard(12), ValueError, "size: got 12; choose one of 2, 4, 8, 16"),
     (lambda: bs.Hadamard(4, 16), ValueError, "signs: got 16; expected an int of 4 bits"),
+    (lambda: bs.Hadamard(4, 1.0), ValueError, r"signs: got 1.0; .* or a blockscale.Seed\("),
+    (lambda: bs.Hadamard(4, bs.Seed(1, origin=(0, 0), shape=(8, 8))), ValueError,
+     r"signs: got a seed of origin=\(0, 0\); all blocks have the same signs"),
+    (lambda: bs.quantize(X, hadamard=bs.Hadamard(4, bs.Seed(1, META))), ValueError,
+     "hadamard: the step of its signs is on meta, x on cpu; move it"),
+    (lambda: bs.Quantization(hadamard=bs.Hadamard(4, bs.Seed(1, META))), ValueError,
+     "hadamard: draws signs by a tensor, .* with random_signs=True"),
     (lambda: bs.quantize(X, hadamard=16), TypeError, "hadamard: got int; expected"),
     (lambda: bs.quantize(X[:24], "nvfp4", -2, pad=True, hadamard=bs.Hadamard()), ValueError,
      "hadamard: dimension -2 of x is 24, not a multiple of 16; choose a smaller size, or pad"),

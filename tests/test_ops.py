@@ -69,6 +69,8 @@ def test_opcheck_quantize_other_arguments(backend):
     further = {"seed": [*numbers_of(7, (40, 64))], "step": torch.tensor(3)}
     args = (matrix(64, 64), "mxfp8", -2, "rceil", "te", "tcgen05")
     torch.library.opcheck(OPS.quantize.default, args, further | {"hadamard": [16, 5, 0]})
+    drawn = {"hadamard": [16, 5], "signs_step": torch.tensor(3)}
+    torch.library.opcheck(OPS.quantize.default, args, further | drawn)
     args = (matrix(40), "mxfp8", -1, "rceil", "te", "compact")
     torch.library.opcheck(OPS.quantize.default, args)
 
@@ -90,12 +92,16 @@ def test_opcheck_quantize_both(backend, name):
         torch.library.opcheck(
             OPS.quantize_both.default, args, further | {"hadamard": [128, -1, 2**62]}
         )
+        drawn = {"hadamard": [128, -5], "signs_step": torch.tensor(3)}
+        torch.library.opcheck(OPS.quantize_both.default, args, further | drawn)
 
 
 def test_opcheck_global_scale(backend):
     for shape in ((64, 32), (3, 4, 16), (7,)):
         torch.library.opcheck(OPS.global_scale.default, (matrix(*shape), "nvfp4"))
     args = (matrix(32, 48), "nvfp4", "auto", -2, [32, 5, 0])
+    torch.library.opcheck(OPS.global_scale.default, args)
+    args = (matrix(32, 48), "nvfp4", "auto", -2, [32, 5], "ms_eden", torch.tensor(3))
     torch.library.opcheck(OPS.global_scale.default, args)
 
 

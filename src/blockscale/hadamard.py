@@ -5,12 +5,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from .arrays import Array, namespace
 from .checks import choose
 from .rounding import random_bits
+from .seed import Numbers, Seed
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["Hadamard", "check_blocks", "transformed"]
 
@@ -28,43 +33,79 @@ class Hadamard:
     >>> a, b = (bs.quantize(each, "nvfp4", axis=-2, hadamard=h) for each in (g, x))
     >>> bs.gemm(a.mT, b).shape  # about g.mT @ x, the gradient of a weight
     torch.Size([48, 32])
+    >>> drawn = bs.Hadamard(128, signs=bs.Seed(7, torch.tensor(0)))  # of what the tensor has then
 
     Args:
         size: 2 to 128, a power of two; 16 in NVIDIA's recipe for NVFP4.
-        signs: bit i says that element i of each block is negated first.
+        signs: bit i says that element i of each block is negated first. Or a :class:`Seed` that
+            draws them, the same on every machine: bit i is the lowest random bit of element i. Of a
+            step that is an int they are drawn here, once, and become bits; of a step in a tensor
+            where ``x`` is transformed, by kernels in passing: a replay of a CUDA graph has signs of
+            what is in it by then.
 
-    Raises ValueError for another size and for signs of more elements. Source: arXiv 2509.25149,
-    section 4.2.
+    Raises ValueError for another size, for signs of more elements, and for a seed of a part
+    (``origin``). Source: arXiv 2509.25149, section 4.2.
     """
 
     size: int = 16
-    signs: int = 0
+    signs: int | Seed = 0
 
     def __post_init__(self) -> None:
         choose("size", self.size, dict.fromkeys(_SIZES))
-        if type(self.signs) is not int or not 0 <= self.signs < 1 << self.size:
+        signs = self.signs
+        if isinstance(signs, Seed):
+            if signs.origin:
+                raise ValueError(
+                    f"signs: got a seed of origin={signs.origin}; all blocks have the same signs, "
+                    "of a part of x, too: leave out origin and shape"
+                )
+            if type(signs.step) is int:
+                object.__setattr__(self, "signs", _bits(signs, self.size))
+        elif type(signs) is not int or not 0 <= signs < 1 << self.size:
             raise ValueError(
-                f"signs: got {self.signs!r}; expected an int of {self.size} bits, one for each "
-                "element of a block"
+                f"signs: got {signs!r}; expected an int of {self.size} bits, one for each element "
+                "of a block, or a blockscale.Seed(value, step) that draws them"
             )
 
     @classmethod
     def random(cls, seed: int, size: int = 16) -> Hadamard:
         """With signs that the seed draws, the same on every machine."""
-        choose("size", size, dict.fromkeys(_SIZES))
-        bits = random_bits(seed, np.empty(size, np.float32)) & 1
-        return cls(size, sum(int(bit) << i for i, bit in enumerate(bits)))
+        return cls(size, Seed(seed))
 
-    def for_op(self) -> list[int]:
-        """As ops take it: size, low and high 64 bits of signs, as signed integers."""
-        words = (self.signs & _MASK, self.signs >> 64)
-        return [self.size, *(word - (word >> 63 << 64) for word in words)]
+    @property
+    def draws(self) -> bool:
+        """Whether signs are drawn where it is done, by a step in a tensor."""
+        return isinstance(self.signs, Seed)
+
+    def for_op(self) -> tuple[list[int], Tensor | None]:
+        """As ops take it: size, low and high 64 bits of signs, as signed integers; or, where these
+        are drawn, size and value, and the step."""
+        signs = self.signs
+        if isinstance(signs, Seed):
+            return [self.size, signs.value], signs.step  # type: ignore[return-value]
+        words = (signs & _MASK, signs >> 64)
+        return [self.size, *(word - (word >> 63 << 64) for word in words)], None
 
     @classmethod
-    def of_op(cls, given: list[int]) -> Hadamard:
-        """The inverse of :meth:`for_op`."""
+    def of_op(cls, given: list[int] | None, step: Tensor | None) -> Hadamard | None:
+        """The inverse of :meth:`for_op`; None of nothing."""
+        if given is None:
+            return None
+        if step is not None:
+            size, value = given
+            return cls(size, Seed(value, step))
         size, low, high = given
         return cls(size, low & _MASK | (high & _MASK) << 64)
+
+
+def _drawn(seed: Seed, like: Array) -> Array:
+    """Signs of the elements of a block, as bits."""
+    return random_bits(Numbers(seed.value, seed.step, 0, 0, 0), like) & 1
+
+
+def _bits(seed: Seed, size: int) -> int:
+    bits = _drawn(seed, np.empty(size, np.float32))
+    return sum(int(bit) << i for i, bit in enumerate(bits))
 
 
 def check_blocks(n: int, size: int, axis: int) -> None:
@@ -90,8 +131,7 @@ def transformed(x: Array, hadamard: Hadamard, axis: int) -> Array:
     if axis == -2:
         wide = xp.matrix_transpose(wide)
     outer = tuple(wide.shape)
-    signs = np.array([-1.0 if hadamard.signs >> i & 1 else 1.0 for i in range(size)], np.float32)
-    wide = wide.reshape((*outer[:-1], n // size, size)) * xp.asarray(signs, device=x.device)
+    wide = wide.reshape((*outer[:-1], n // size, size)) * _factors(hadamard, x)
     apart = 1
     while apart < size:
         pairs = wide.reshape((*outer[:-1], n // (2 * apart), 2, apart))
@@ -100,3 +140,13 @@ def transformed(x: Array, hadamard: Hadamard, axis: int) -> Array:
         apart *= 2
     wide = wide.reshape(outer) * float(np.float32(1 / math.sqrt(size)))
     return xp.matrix_transpose(wide) if axis == -2 else wide
+
+
+def _factors(hadamard: Hadamard, x: Array) -> Array:
+    """1 or -1 of each element of a block, fp32, where ``x`` is."""
+    xp, size, signs = namespace(x), hadamard.size, hadamard.signs
+    if isinstance(signs, Seed):
+        drawn = _drawn(signs, xp.empty(size, dtype=xp.float32, device=x.device))
+        return xp.astype(1 - 2 * drawn, xp.float32)
+    bits = np.array([-1.0 if signs >> i & 1 else 1.0 for i in range(size)], np.float32)
+    return xp.asarray(bits, device=x.device)

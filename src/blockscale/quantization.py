@@ -60,6 +60,11 @@ class Quantization:
                 "square, hadamard: a transform goes along one side of a square, and both sides "
                 "have its scale; leave out one of them"
             )
+        if self.hadamard is not None and self.hadamard.draws:
+            raise ValueError(
+                "hadamard: draws signs by a tensor, and a recipe is made of values; give it size "
+                "alone, with random_signs=True"
+            )
         if self.random_signs and (self.hadamard is None or self.hadamard.signs):
             raise ValueError(
                 "random_signs: are those of a transform that has none of its own; give a "

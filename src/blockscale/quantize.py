@@ -107,10 +107,10 @@ def quantize(
         *(pad, k_major, backend, square, scaling),
     )
     call = check(x, asked, offsets, seed, gather)
-    source, transform = x.detach() if x.requires_grad else x, None
+    source, transform, signs_step = x.detach() if x.requires_grad else x, None, None
     if hadamard is not None:
         check_hadamard(hadamard, x, axis, gather, offsets)
-        transform = hadamard.for_op()
+        transform, signs_step = hadamard.for_op()
     check_eden(scaling, hadamard)
     if scaling == "ms_eden" and seed is None:
         raise ValueError("seed: got None, and scaling='ms_eden' rounds scales by it; pass one")
@@ -118,7 +118,7 @@ def quantize(
         *(global_scale, source, call.format, backend),
         per_matrix=True,
         axis=axis,
-        hadamard=transform,
+        hadamard=hadamard,
         scaling=scaling,
     )
     numbers, step = for_op(seed, _rows_of(x, gather).shape)
@@ -139,6 +139,7 @@ def quantize(
         step,
         transform,
         scaling,
+        signs_step,
     )
     return wrap(_rows_of(x, gather), call, 0, data, scale, scalar, offsets)
 

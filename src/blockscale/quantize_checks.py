@@ -157,7 +157,7 @@ def check_hadamard(
     hadamard: object, x: Tensor, axis: int, gather: Tensor | None, offsets: Tensor | None
 ) -> None:
     """TypeError unless it is one; ValueError where rows along which it goes are not those of x, or
-    are no whole blocks."""
+    are no whole blocks, and for a step on another device."""
     if not isinstance(hadamard, Hadamard):
         raise TypeError(
             f"hadamard: got {type(hadamard).__name__}; expected blockscale.Hadamard(...) or None"
@@ -169,6 +169,11 @@ def check_hadamard(
                 f"transform each group's rows by themselves, without {name}"
             )
     check_blocks(x.shape[axis], hadamard.size, axis)
+    step = hadamard.for_op()[1]
+    if step is not None and step.device != x.device:
+        raise ValueError(
+            f"hadamard: the step of its signs is on {step.device}, x on {x.device}; move it"
+        )
 
 
 def check_tensor(x: Tensor) -> None:
@@ -256,7 +261,7 @@ def resolve_global_scale(
     *,
     per_matrix: bool = False,
     axis: int = -1,
-    hadamard: list[int] | None = None,
+    hadamard: Hadamard | None = None,
     scaling: str = "amax",
 ) -> Tensor | None:
     """The global scale given, checked, else that of ``x``, transformed along ``axis`` by
@@ -267,7 +272,8 @@ def resolve_global_scale(
             raise ValueError(f"global_scale: format {fmt.name!r} has none; leave it out")
         return None
     if global_scale is None:
-        return ops.global_scale(x.detach(), fmt.name, backend, axis, hadamard, scaling)
+        transform, step = (None, None) if hadamard is None else hadamard.for_op()
+        return ops.global_scale(x.detach(), fmt.name, backend, axis, transform, scaling, step)
     if not isinstance(global_scale, Tensor):
         if not isinstance(global_scale, (int, float)) or isinstance(global_scale, bool):
             raise TypeError(f"global_scale: got {global_scale!r}; expected an fp32 scalar")

@@ -26,6 +26,7 @@ __all__ = [
     "FP32_NAN",
     "FP32_ONE",
     "MANTISSA_LIMIT",
+    "ROOM",
     "block_scale",
     "decode",
     "decode_scale",
@@ -263,6 +264,11 @@ MANTISSA_LIMIT = {
 #: What the largest element of a block of NVFP4 becomes, of each scale that is tried, by scaling.
 #: Slightly above 6 clips a little, and loses less in the mean (arXiv 2601.22813).
 LARGEST = {"four_over_six": (6.0, 4.0), "ms_eden": (6 / (17 / 16 * 0.93),)}
+
+#: What their global scale is multiplied by: the largest scale is 256 at first, not 448, as a block
+#: of which 4 is the largest element has one that is half as large again, and so may a correction
+#: make it.
+ROOM = 448 / 256
 
 
 def e8m0_from_amax(amax: Array, element: Element, rounding: str = "rceil") -> Array:

@@ -76,8 +76,9 @@ class Seed:
 
     def numbers(self, shape: Sequence[int]) -> Numbers:
         """Of a tensor of ``shape``; ValueError where that is no such part of the whole one."""
-        own = tuple(shape)
-        whole, origin = self.shape or own, self.origin or (0,) * len(own)
+        if not self.shape:
+            return _of_whole(self.value, self.step, shape)
+        own, whole, origin = tuple(shape), self.shape, self.origin
         if len(whole) != len(own) or any(
             not 0 <= begin <= begin + size <= end
             for begin, size, end in zip(origin, own, whole, strict=True)
@@ -90,9 +91,8 @@ class Seed:
                 f"seed: x {own} is a part of {whole} along other dimensions than the first and the "
                 "last two; quantize it in parts, or reshape both"
             )
-        row = whole[-1] if own else 1
         first = sum(at * math.prod(whole[d + 1 :]) for d, at in enumerate(origin))
-        return Numbers(self.value, self.step, first, row, math.prod(whole[-2:]))
+        return _of_whole(self.value, self.step, whole)._replace(first=first)
 
 
 def _is_counter(step: Any) -> bool:
@@ -114,4 +114,8 @@ def numbers_of(seed: int | Seed, shape: Sequence[int]) -> Numbers:
     """Of a tensor of ``shape``; an int is the seed of a whole one."""
     if isinstance(seed, Seed):
         return seed.numbers(shape)
-    return Numbers(seed, 0, 0, shape[-1] if len(shape) else 1, math.prod(shape[-2:]))
+    return _of_whole(seed, 0, shape)
+
+
+def _of_whole(value: int, step: int | Tensor, shape: Sequence[int]) -> Numbers:
+    return Numbers(value, step, 0, shape[-1] if len(shape) else 1, math.prod(shape[-2:]))

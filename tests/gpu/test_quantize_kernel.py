@@ -183,6 +183,45 @@ def test_hadamard(name, axis, size, dtype):
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+@pytest.mark.parametrize("size", [2, 4, 8, 16, 32, 64, 128])
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_drawn_signs(axis, size, dtype):
+    """Of a step in a tensor: those that a CPU draws once, for the global scale, too."""
+    x, step = nasty(dtype, 256, 384), torch.tensor(0, device=DEVICE)
+    drawn, there = bs.Hadamard(size, bs.Seed(-7, step)), x.to(DEVICE)
+    for value in (3, 2**40):
+        step.fill_(value)
+        fixed = bs.Hadamard(size, bs.Seed(-7, value))
+        for given in ({}, {"seed": SEED}, {"seed": SEED, "scaling": "ms_eden"}):
+            if "scaling" in given and size < 16:
+                continue
+            want = bs.quantize(x, "nvfp4", axis, hadamard=fixed, **given)
+            got = bs.quantize(there, "nvfp4", axis, hadamard=drawn, backend="kernel", **given)
+            assert same_parts(got, want)
+            assert same(got.global_scale, want.global_scale)
+
+
+def test_cuda_graph_of_signs():
+    """Each replay draws those of the step by then."""
+    x, step = nasty(BF16, 256, 384), torch.tensor(0, device=DEVICE)
+    there, drawn = x.to(DEVICE), bs.Hadamard(128, bs.Seed(3, step))
+    given = {"seed": SEED, "scaling": "ms_eden"}
+    for axis in (-1, -2):
+        step.zero_()
+        bs.quantize(there, "nvfp4", axis, hadamard=drawn, backend="kernel", **given)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = bs.quantize(there, "nvfp4", axis, hadamard=drawn, backend="kernel", **given)
+            step += 1
+        for value in range(3):
+            graph.replay()
+            fixed = bs.Hadamard(128, bs.Seed(3, value))
+            want = bs.quantize(x, "nvfp4", axis, hadamard=fixed, **given)
+            assert same_parts(found, want)
+            assert same(found.global_scale, want.global_scale)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 @pytest.mark.parametrize(("name", "layout"), PLACES)
 def test_square(name, layout, dtype):
     if bs.formats[name].block[0] > 1:

@@ -10,15 +10,21 @@ import torch
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 
-from gpu_bench import assert_same, check, emulated, nasty, poisoned
+from gpu_bench import assert_same, check, emulated, expected, nasty, poisoned
 
 import blockscale as bs
 from blockscale import emulator as em
 from blockscale import reference
 from blockscale.formats import formats
 from blockscale.hadamard import transformed
+from blockscale.kernels.common.runtime import describe
 from blockscale.kernels.quantizers import calls as quantizers
 from blockscale.kernels.quantizers.calls import Request
+from blockscale.nn.method_launches import operand_launch
+from blockscale.nn.quantize_launches import Asked
+from blockscale.nn.seeds import LayerSeed, OperandSeed
+from blockscale.rounding import random_bits
+from blockscale.seed import Numbers
 from stand_in import chip
 from stand_in import emulated as on_a_gpu
 
@@ -178,6 +184,93 @@ def test_hadamard_of_the_global_scale(axis, size, dtype, arch):
             )
         want = reference.global_scale(transformed(x, h, axis), formats["nvfp4"])
         assert_same(got.view(1), want.view(1), "global scale")
+
+
+# format, axes, dtype, size and what else is done: signs are words of 32, for lanes of 16 elements.
+DRAWN: list[tuple[str, tuple[int, ...], torch.dtype, int, dict[str, Any]]] = [
+    ("nvfp4", BOTH, BF16, 2, {}),
+    ("nvfp4", ROWS, FP32, 16, {"seed": SEED}),
+    ("nvfp4", COLUMNS, BF16, 16, {"seed": SEED, "scaling": "ms_eden"}),
+    ("nvfp4", BOTH, FP32, 32, {"seed": SEED, "scaling": "ms_eden"}),
+    ("nvfp4", COLUMNS, FP32, 64, {"nonfinite": "te"}),
+    ("nvfp4", BOTH, BF16, 128, {"seed": SEED, "scaling": "ms_eden"}),
+    ("nvfp4", COLUMNS, FP32, 128, {"seed": SEED}),
+    ("mxfp8", ROWS, FP16, 4, {}),
+]
+
+
+def signed(x: torch.Tensor, axis: int, size: int, seed: bs.Seed) -> torch.Tensor:
+    """``x``, and where the lowest random bit of an element of a block is 1 its negative."""
+    bits = random_bits(Numbers(seed.value, int(seed.step), 0, 0, 0), torch.empty(size)) % 2
+    signs = torch.where(bits == 1, -1, 1).to(x.dtype).repeat(x.shape[axis] // size)
+    return x * (signs if axis == -1 else signs[:, None])
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(("format", "axes", "dtype", "size", "given"), DRAWN)
+def test_drawn_signs(format, axes, dtype, size, given, arch):
+    """By a value and a step of 64 bits: those of what torch has negated before."""
+    x, seed = nasty(256, 128, dtype), bs.Seed(2**62 + 5 if size > 16 else -3, torch.tensor(-9))
+    given = given | _global(format)
+    results, _ = emulated(x, format, arch, axes, hadamard=bs.Hadamard(size, seed), **given)
+    for axis, (data, scale) in zip(axes, results, strict=True):
+        negated, plain = signed(x, axis, size, seed), bs.Hadamard(size)
+        want = expected(negated, format, axis, "compact", hadamard=plain, **given)
+        assert_same(data, want[0], f"data along {axis}")
+        assert_same(scale, want[1], f"scales along {axis}")
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize(("size", "dtype"), [(16, BF16), (32, FP32), (128, BF16), (128, FP32)])
+def test_drawn_signs_of_the_global_scale(axis, size, dtype, arch):
+    """Of another step it is another one."""
+    x = torch.randn(256, 256, generator=torch.Generator().manual_seed(0)).to(dtype)
+    step, found = torch.tensor(0), set()
+    for value in (1, 2**33 + 1):
+        step.fill_(value)
+        seed = bs.Seed(11, step)
+        device = em.Device(arch, completion="random", check="all,exit_stores")
+        with em.cutedsl(device), poisoned():
+            got = quantizers.global_scale(
+                *(x, formats["nvfp4"]),
+                axis=axis,
+                hadamard=bs.Hadamard(size, seed),
+                scaling="ms_eden",
+                gpu=chip(arch, 0),
+            )
+        turned = transformed(signed(x, axis, size, seed), bs.Hadamard(size), axis)
+        want = reference.global_scale(turned, formats["nvfp4"]) * (448 / 256)
+        assert_same(got.view(1), want.view(1), "global scale")
+        found.add(float(got))
+    assert len(found) == 2
+
+
+def test_signs_are_drawn_when_a_kernel_runs():
+    """One plan, of a layer's operand by rows and by columns, launched in two steps."""
+    x, step = nasty(128, 256, BF16).nan_to_num(0, 0, 0), torch.tensor(0)
+    recipe = bs.Recipe.nvfp4("ms_eden")
+    seed, found = OperandSeed(LayerSeed(3, step), "gradients"), []
+    how = {"scaling": "ms_eden", "hadamard": bs.Hadamard(128)}
+    with on_a_gpu("sm_90a", quantizes=True) as launched:
+        asked = Asked.of(recipe, "gradients", x.device, rows=True, columns=True)
+        launch = operand_launch(describe(x), asked)
+        for value in (3, 2**40):
+            step.fill_(value)
+            found.append(launch(x, None, seed))
+    assert [config.hadamard for config in launched] == [128] * 8
+    assert len(set(launched)) == 4
+    for value, forms in zip((3, 2**40), found, strict=True):
+        # numbers of a layer are 8 times its own, and more: of gradients, of dgrad and of wgrad
+        for axis, number, parts in ((-1, 28, forms[0]), (-2, 29, forms[1])):
+            negated = signed(x, axis, 128, bs.Seed(number, value))
+            given = how | {"seed": bs.Seed(26, value), "backend": "reference"}
+            want = bs.quantize(negated, "nvfp4", axis, **given)
+            got = launch.form(parts, axis)
+            assert_same(got.qdata, want.qdata, "data")
+            assert_same(got.compact_scale(), want.compact_scale(), "scales")
+            assert torch.equal(got.global_scale, want.global_scale)
+    assert not torch.equal(found[0][0].data, found[1][0].data)
 
 
 @pytest.mark.parametrize("axis", [-1, -2])

@@ -36,9 +36,9 @@ class _Quantizer:
     """What quantizes on a GPU that computes by torch, with the attributes of a QuantizePlan."""
 
     def __init__(
-        self, counts: Counts, x: Any, format: str, *how: Any, along: tuple[int, ...] = (-1,)
+        self, counts: Counts, x: Any, format: str, *how: Any, of: tuple[Any, str] = ((-1,), "amax")
     ) -> None:
-        self._along = along
+        self._along, self._scaling = of  # of a global scale
         self._counts, self._shape, self._format, self._how = counts, x[0], format, how
         if how:
             axes, layouts, *_, k_major = how
@@ -62,7 +62,7 @@ class _Quantizer:
             data, scale = ops.quantize(
                 *(x, self._format, axis, scale_rounding, "propagate", layout, global_scale),
                 *(None, _numbers(further), "reference", k_major, None, square),
-                *(_step(further), _transform(further), scaling),
+                *(_step(further), *_transform(further, scaling)),
             )
             written[output.first] = (data.mT if output.turned else data).contiguous()
             written[output.first + 1] = scale.contiguous()
@@ -71,8 +71,8 @@ class _Quantizer:
     def global_scale(
         self, inputs: Any, weights: Any = None, further: Any = quantizers.PLAIN
     ) -> torch.Tensor:
-        transform = _transform(further)
-        return ops.global_scale(inputs[0], self._format, "reference", *self._along, transform)
+        transform = _transform(further, self._scaling)
+        return ops.global_scale(inputs[0], self._format, "reference", *self._along, *transform)
 
 
 def _numbers(further: Any) -> Any:
@@ -84,8 +84,10 @@ def _step(further: Any) -> Any:
     return None if further.numbers is None else further.numbers.step
 
 
-def _transform(further: Any) -> Any:
-    return None if further.hadamard is None else further.hadamard.for_op()
+def _transform(further: Any, scaling: str) -> tuple[Any, str, Any]:
+    """The last arguments of ops."""
+    words, step = (None, None) if further.hadamard is None else further.hadamard.for_op()
+    return words, scaling, step
 
 
 @contextmanager
@@ -126,7 +128,8 @@ def torch_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counts]:
         return _Quantizer(counts, inputs[0], asked.format, *how, asked.k_major)
 
     def plan_amax(inputs: Any, device: Any, gpu: Any, asked: quantizers.Request) -> _Quantizer:
-        return _Quantizer(counts, inputs[0], asked.format, along=asked.axes[:1] or (-1,))
+        of = asked.axes[:1] or (-1,), asked.scaling
+        return _Quantizer(counts, inputs[0], asked.format, of=of)
 
     monkeypatch.setattr(quantizers, "plan_quantize", plan_quantize)
     monkeypatch.setattr(quantizers, "plan_amax", plan_amax)

@@ -13,7 +13,7 @@ from ..quantization import Quantization
 from ..quantize import quantize, quantize_both
 from ..tensor import ScaledTensor
 from .operand import Operand
-from .seeds import OperandSeed, needed, with_signs
+from .seeds import OperandSeed, needed, transform_of
 
 __all__ = ["Forms", "padded", "quantize_forms"]
 
@@ -58,10 +58,8 @@ def quantize_forms(
         if asked:
             quantization = getattr(operand, name)
             given = padded(x, axis, operand.contraction(axis, x.shape[axis]))
-            if quantization.hadamard is not None and quantization.random_signs:
-                given = with_signs(given, axis, quantization.hadamard, needed(seed))
             more = _arguments(quantization, given.shape, global_scale, seed)
-            more["hadamard"] = quantization.hadamard
+            more["hadamard"] = transform_of(quantization, axis, seed)
             made[name] = quantize(given, operand.format, axis, **more, **how)
     return Forms(**made)
 

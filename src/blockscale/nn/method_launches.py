@@ -10,11 +10,10 @@ from torch import Tensor
 from ..kernels.common.gpu import Unsupported
 from ..kernels.common.runtime import Described, describe
 from ..kernels.quantizers import calls as quantizers
-from ..ops.quantize import with_room
 from ..quantization import Quantization
 from ..tensor import ScaledTensor
 from .quantize_launches import Asked, MatrixLaunch, Parts, QuantizeLaunch, parts_of_axis
-from .seeds import OperandSeed, needed, with_signs
+from .seeds import OperandSeed, needed, transform_of
 
 __all__ = ["OperandLaunch", "operand_launch"]
 
@@ -43,27 +42,28 @@ class _MethodLaunch(QuantizeLaunch):
         how = self._how
         size = 0 if how.hadamard is None else how.hadamard.size
         request = request._replace(square=how.square, stochastic=how.draws, scaling=how.scaling)
-        return request._replace(hadamard=size), None, None
+        return request._replace(hadamard=size, draws_signs=how.random_signs), None, None
 
     def _amax_request(self, request: quantizers.Request) -> quantizers.Request:
+        plain = super()._amax_request(request)
         if not request.hadamard:
-            return super()._amax_request(request)
-        return quantizers.Request(request.format, request.axes, hadamard=request.hadamard)
+            return plain
+        plain = plain._replace(axes=request.axes, hadamard=request.hadamard)
+        return plain._replace(draws_signs=request.draws_signs)
 
     def __call__(
         self, x: Tensor, global_scale: Tensor | None = None, seed: OperandSeed | None = None
     ) -> tuple[Parts | None, Parts | None]:
         """As :class:`MatrixLaunch`."""
         how, numbers = self._how, None
-        if how.hadamard is not None and how.random_signs:
-            x = with_signs(x, self._call.axes[0], how.hadamard, needed(seed))
+        hadamard = transform_of(how, self._call.axes[0], seed)
         if how.draws:
             numbers = needed(seed).of(x.shape).numbers(x.shape)
         plan, amax = self._find(describe(x))
         if amax is not None and global_scale is None:
-            transform = quantizers.Further(None, how.hadamard)
-            global_scale = with_room(amax.global_scale((x,), None, transform), how.scaling)
-        further = quantizers.Further(numbers, how.hadamard)
+            transform = quantizers.Further(None, hadamard)
+            global_scale = amax.global_scale((x,), None, transform)
+        further = quantizers.Further(numbers, hadamard)
         row, row_scale, column, column_scale = plan.quantize((x,), global_scale, further=further)
         rows = parts_of_axis(row, row_scale, global_scale)
         return rows, parts_of_axis(column, column_scale, global_scale)

@@ -165,7 +165,8 @@ class QuantizeLaunch:
 
     def _amax_request(self, request: quantizers.Request) -> quantizers.Request:
         """What finds the global scale of what is asked for."""
-        return quantizers.Request(request.format, producer=request.producer)
+        plain = quantizers.Request(request.format, producer=request.producer)
+        return plain._replace(scaling=request.scaling)
 
     def _request(
         self, request: quantizers.Request

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..hadamard import Hadamard
-from ..rounding import random_bits
-from ..seed import Numbers, Seed
+from ..quantization import Quantization
+from ..seed import Seed
 from ..watching import is_faked, is_transformed
 from .recipe import PRODUCTS_OF, Recipe
 
@@ -29,7 +29,7 @@ __all__ = [
     "seed_of",
     "seed_of_numbers",
     "set_rounding_step",
-    "with_signs",
+    "transform_of",
 ]
 
 #: What numbers of a layer are for: operands, and signs of products.
@@ -70,10 +70,10 @@ class OperandSeed(NamedTuple):
         whole = rows * layer.ranks, *rest
         return Seed(number, layer.step, (rows * layer.rank, *[0] * len(rest)), whole)
 
-    def signs(self, axis: int) -> Numbers:
-        """Of the signs of a transform along ``axis``, which both operands of a product share."""
+    def drawn(self, hadamard: Hadamard, axis: int) -> Hadamard:
+        """With signs of this step along ``axis``, which both operands of a product share."""
         product = PRODUCTS_OF[self.role][axis == -2]
-        return Numbers(self.layer.number(product), self.layer.step, 0, 0, 0)
+        return Hadamard(hadamard.size, Seed(self.layer.number(product), self.layer.step))
 
 
 def seed_of(seed: LayerSeed | None, role: str) -> OperandSeed | None:
@@ -91,12 +91,11 @@ def needed(seed: OperandSeed | None) -> OperandSeed:
     return seed
 
 
-def with_signs(x: Tensor, axis: int, hadamard: Hadamard, seed: OperandSeed) -> Tensor:
-    """``x`` with the signs of a transform along ``axis`` in this step: exact in any dtype."""
-    size = hadamard.size
-    drawn = random_bits(seed.signs(axis), torch.empty(size, device=x.device))
-    signs = (1 - 2 * (drawn & 1)).to(x.dtype).repeat(x.shape[axis] // size)
-    return x * (signs if axis == -1 else signs[:, None])
+def transform_of(how: Quantization, axis: int, seed: OperandSeed | None) -> Hadamard | None:
+    """What is done along ``axis`` in this step."""
+    if how.hadamard is None or not how.random_signs:
+        return how.hadamard
+    return needed(seed).drawn(how.hadamard, axis)
 
 
 def numbers_of(seed: LayerSeed | None) -> tuple[list[int] | None, Tensor | None]:

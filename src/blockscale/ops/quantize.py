@@ -16,17 +16,14 @@ from ..kernels.cpu import calls as cpu
 from ..kernels.quantizers import calls as quantizers
 from ..layouts import get_layout, swizzle_scale
 from ..memory import as_bytes, joined
+from ..rounding import ROOM
 from ..seed import Numbers
 from ..stored import is_per_matrix
 from . import fakes
 from .backends import fall_back, require_cpu_kernels
 from .operation import operation
 
-__all__ = ["global_scale", "quantize", "quantize_both", "with_room", "written_layouts"]
-
-#: The largest scale is 256 at first, not 448: a block of which 4 is the largest element has one
-#: that is half as large again, and so may a correction make it.
-_ROOM = 448 / 256
+__all__ = ["global_scale", "quantize", "quantize_both", "written_layouts"]
 
 Pair = tuple[Tensor, Tensor]  # data and scales
 
@@ -49,6 +46,7 @@ def quantize(
     step: Tensor | None = None,
     hadamard: list[int] | None = None,
     scaling: str = "amax",
+    signs_step: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Data and scales of ``x``, scales in ``layout``; see reference.quantize.
 
@@ -56,12 +54,12 @@ def quantize(
     group, axis -1 scales that ``layouts.Grouped`` places, in layouts that spread them. ``seed``:
     :class:`blockscale.seed.Numbers`, rounds stochastically; ``step``: () int64 on x's device, takes
     the place of theirs. ``square``: scales are of squares of elements, and stored for each of their
-    rows, or columns. ``hadamard``: size and signs of :meth:`Hadamard.for_op`; transforms ``x``
+    rows, or columns. ``hadamard``, ``signs_step``: of :meth:`Hadamard.for_op`; transforms ``x``
     along ``axis`` before.
     """
     if axis == -1 and not get_layout(layout).spreads:
         offsets = None  # groups of rows move no scale
-    further = _further(seed, step, hadamard)
+    further = _further(seed, step, Hadamard.of_op(hadamard, signs_step))
     if backend != "reference":
         grouped = offsets is not None
         asked = quantizers.Request(
@@ -115,6 +113,7 @@ def quantize_both(
     step: Tensor | None = None,
     hadamard: list[int] | None = None,
     scaling: str = "amax",
+    signs_step: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``quantize`` along -1, then along -2, from one read of ``x`` where a kernel can do that;
     transformed along each axis, if at all."""
@@ -127,7 +126,7 @@ def quantize_both(
             scaling=scaling,
         )
         try:
-            further = _further(seed, step, hadamard)
+            further = _further(seed, step, Hadamard.of_op(hadamard, signs_step))
             row, column = _by_kernel(x, asked, global_scale, offsets, further, gather)
         except Unsupported:
             pass  # what one axis needs, the other may not
@@ -136,7 +135,7 @@ def quantize_both(
     x = x if gather is None else x[gather]
     rest = global_scale, offsets, seed, backend, k_major, None, square, step, hadamard, scaling
     row, column = (
-        quantize(x, format, axis, scale_rounding, nonfinite, layout, *rest)
+        quantize(x, format, axis, scale_rounding, nonfinite, layout, *rest, signs_step)
         for axis, layout in zip((-1, -2), layouts, strict=True)
     )
     return *row, *column
@@ -150,32 +149,32 @@ def global_scale(
     axis: int = -1,
     hadamard: list[int] | None = None,
     scaling: str = "amax",
+    signs_step: Tensor | None = None,
 ) -> Tensor:
-    """fp32 scalar for a format with two levels of scales; see reference.global_scale. ``hadamard``:
-    of ``x`` transformed along ``axis``, as ``quantize`` does it. Other ``scaling`` than by amax
-    leaves room above the largest scale."""
-    if scaling != "amax":
-        return with_room(global_scale(x, format, backend, axis, hadamard), scaling)
-    fmt = get_format(format)
-    transform = None if hadamard is None else Hadamard.of_op(hadamard)
+    """fp32 scalar for a format with two levels of scales; see reference.global_scale. ``hadamard``,
+    ``signs_step``: of ``x`` transformed along ``axis``, as ``quantize`` does it. Other ``scaling``
+    than by amax leaves room above the largest scale."""
+    fmt, transform = get_format(format), Hadamard.of_op(hadamard, signs_step)
     if backend != "reference":
         try:
             if gpu_of(x.device) is not None:
-                return quantizers.global_scale(x, fmt, axis=axis, hadamard=transform)
+                return quantizers.global_scale(
+                    x, fmt, axis=axis, hadamard=transform, scaling=scaling
+                )
             require_cpu_kernels()
-            return cpu.global_scale(
-                x if transform is None else transformed(x, transform, axis), fmt
-            )
+            given = x if transform is None else transformed(x, transform, axis)
+            return _with_room(cpu.global_scale(given, fmt), scaling)
         except Unsupported as why:
             fall_back("global_scale", x, backend, str(why))
     if transform is not None:  # a kernel may look at what torch transforms
-        return global_scale(transformed(x, transform, axis).contiguous(), format, backend)
-    return reference.global_scale(x, fmt)
+        given = transformed(x, transform, axis).contiguous()
+        return global_scale(given, format, backend, scaling=scaling)
+    return _with_room(reference.global_scale(x, fmt), scaling)
 
 
-def with_room(scale: Tensor, scaling: str) -> Tensor:
+def _with_room(scale: Tensor, scaling: str) -> Tensor:
     """A global scale found by amax, as ``scaling`` wants it."""
-    return scale if scaling == "amax" else scale * _ROOM
+    return scale if scaling == "amax" else scale * ROOM
 
 
 # --- kernels --------------------------------------------------------------------------------------
@@ -264,15 +263,15 @@ def _one_by_one(
 
 
 def _further(
-    seed: list[int] | None, step: Tensor | None, hadamard: list[int] | None
+    seed: list[int] | None, step: Tensor | None, hadamard: Hadamard | None
 ) -> quantizers.Further:
-    """What is applied to elements, of an op's arguments."""
+    """What is applied to elements; the numbers, as an op is given them."""
     if seed is None and hadamard is None:
         return quantizers.PLAIN
     numbers = None if seed is None else Numbers(*seed)
     if numbers is not None and step is not None:
         numbers = numbers._replace(step=step)
-    return quantizers.Further(numbers, None if hadamard is None else Hadamard.of_op(hadamard))
+    return quantizers.Further(numbers, hadamard)
 
 
 def _moved_apart(x: Tensor, offsets: Tensor) -> Tensor:

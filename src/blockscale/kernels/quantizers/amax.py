@@ -7,13 +7,13 @@ import cutlass
 from cutlass import Float32, Uint32, cute, range_constexpr
 
 from ...formats import E4M3, get_format
-from ...rounding import _MIN_GLOBAL, FP32_ONE
+from ...rounding import _MIN_GLOBAL, FP32_ONE, ROOM
 from ..common import ptx
 from ..common.pdl import pdl_wait
 from ..common.tensor_specs import any_tensor, compile_for
 from .config import ACROSS, BAND, PANEL, PRODUCERS, Config
 from .groups import TileRows
-from .kernel import encoder_of, fake_sources
+from .kernel import any_signs, encoder_of, fake_sources
 from .tile import ELEMENTS, STRIP_LANES, Loaded, Loading, Tiles, lane_order, load_words
 from .transform import Transform
 
@@ -61,11 +61,12 @@ class Amax:
         rows = TileRows(row, sources[0].shape[0], None, None, None)
         loaded = Loaded(tiles, rows, column, sources[0].shape[1], weights)
         self.tiles.start(Loading(sources, atoms, views, barrier), loaded)
+        transform = Transform.of(config, signs) if config.hadamard else None
         self.tiles.wait(barrier)
         self.tiles.produce(loaded)
         states = []
         for part in self.tiles.parts(sources, tiles, column):
-            for words in self.words(part.address, thread, signs):
+            for words in self.words(part.address, thread, transform):
                 state = self.encoder.finite(words[0])
                 for word in words[1:]:
                     state = self.encoder.merge(state, self.encoder.finite(word))
@@ -74,12 +75,9 @@ class Amax:
         if thread == 0:
             ptx.store_global(partials.iterator.toint() + cutlass.Int64(block) * 4, [amax], 4)
 
-    def words(self, address, thread, signs):
+    def words(self, address, thread, transform):
         """What a lane takes of a tile, some words at a time, transformed if that is asked for."""
         config, itemsize = self.config, self.config.dtype.itemsize
-        transform = None
-        if config.hadamard:
-            transform = Transform.of(config.hadamard, config.dtype, signs)
         if transform is not None and config.along == -2:
             yield from self.columns(address, thread, transform)
             return
@@ -126,7 +124,9 @@ class Amax:
             largest = Float32(E4M3.max * self.format.element.max)
             quotient = ptx.divide(amax.bitcast(Float32), largest).bitcast(Uint32)
             value = cutlass.max(quotient, Uint32(_MIN_GLOBAL))
-            value = cutlass.select_(amax == Uint32(0), Uint32(FP32_ONE), value)
+            value = Uint32(cutlass.select_(amax == Uint32(0), Uint32(FP32_ONE), value))
+            room = Float32(ROOM if self.config.room else 1)
+            value = ptx.multiply(value.bitcast(Float32), room).bitcast(Uint32)
             ptx.store_global(scale.iterator.toint(), [value], 4)
 
 
@@ -153,5 +153,5 @@ def compile_config(config: Config):
         any_tensor(cutlass.Int32, 1, 4),
         any_tensor(Float32, 0, 4),
         any_tensor(Float32, 1, 4) if PRODUCERS[config.producer].weighted else None,
-        (cutlass.Int64(0),) * 2 if config.hadamard else None,
+        any_signs(config) or None,
     )

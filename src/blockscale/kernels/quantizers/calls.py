@@ -81,6 +81,7 @@ def quantize(
             stochastic=further.numbers is not None,
             fours=further.fours,
             hadamard=0 if further.hadamard is None else further.hadamard.size,
+            draws_signs=further.hadamard is not None and further.hadamard.draws,
         )
     inputs, weights = _divided(x, others, request.producer)
     plan = plan_quantize(
@@ -105,13 +106,14 @@ def global_scale(
     others: tuple[Tensor, ...] = (),
     axis: int = -1,
     hadamard: Hadamard | None = None,
+    scaling: str = "amax",
     gpu: Gpu | None = None,
 ) -> Tensor:
     """``reference.global_scale`` of ``x``, of what ``producer`` makes of it, or of what
-    ``hadamard`` does along ``axis``: an fp32 scalar."""
-    size = 0 if hadamard is None else hadamard.size
-    # without a transform there is one plan for both axes
-    asked = Request(format.name, (axis,) if size else (-1,), producer=producer, hadamard=size)
+    ``hadamard`` does along ``axis``: an fp32 scalar, with room where ``scaling`` needs that."""
+    asked = Request(format.name, producer=producer, scaling=scaling)
+    if hadamard is not None:  # without one there is one plan for both axes
+        asked = asked._replace(axes=(axis,), hadamard=hadamard.size, draws_signs=hadamard.draws)
     inputs, weights = _divided(x, others, producer)
     plan = plan_amax(tuple(map(describe, inputs)), x.device, gpu or gpu_of(x.device), asked)
     further = PLAIN if hadamard is None else Further(None, hadamard)

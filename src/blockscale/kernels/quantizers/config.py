@@ -87,6 +87,7 @@ class Request(NamedTuple):
         fours: these are numbered such that four elements that follow each other share a call of
             Philox; found by the call.
         hadamard: the size of a transform before, along each of ``axes``; 0 for none.
+        draws_signs: those of the transform are drawn in the kernel.
         scaling: of ``quantization.SCALINGS``; "ms_eden" rounds scales by the bits, not elements.
     """
 
@@ -103,6 +104,7 @@ class Request(NamedTuple):
     stochastic: bool = False
     fours: bool = True
     hadamard: int = 0
+    draws_signs: bool = False
     scaling: str = "amax"
 
     @property
@@ -134,7 +136,7 @@ class Config:
             gathered; else by plain loads, an element at a time.
         column_store: bytes of a store of column-wise data: 16 or 1, of 4-bit data 16 or 8.
         scale_stores: bytes of a store of scales, for each of ``axes``.
-        stochastic, fours, hadamard, square, scaling: of the request.
+        stochastic, fours, hadamard, draws_signs, square, scaling: of the request.
     """
 
     arch: str
@@ -160,6 +162,7 @@ class Config:
     stochastic: bool = False
     fours: bool = True
     hadamard: int = 0
+    draws_signs: bool = False
     square: bool = False
     scaling: str = "amax"
 
@@ -213,9 +216,11 @@ class AmaxConfig(Config):
 
     Attributes:
         along: -1 or -2, the axis of a transform before.
+        room: the global scale leaves some above the largest scale, see ``rounding.ROOM``.
     """
 
     along: int = -1
+    room: bool = False
 
 
 def choose_config(
@@ -270,6 +275,7 @@ def choose_config(
         stochastic=request.stochastic,
         fours=request.fours,
         hadamard=request.hadamard,
+        draws_signs=request.draws_signs,
         square=request.square,
         scaling=request.scaling,
     )

@@ -31,16 +31,18 @@ class Further(NamedTuple):
         return self.numbers is None or not any(n % 4 for n in self.numbers[2:])
 
     def arguments(self, device: torch.device) -> tuple[Any, ...] | None:
-        """Of a kernel: step, value, first, row and matrix, then low and high signs."""
-        found: list[Any] = []
+        """Of a kernel: step, value, first, row and matrix; then low and high signs, or the step
+        and the value that draw them."""
+        found: tuple[Any, ...] = ()
         if self.numbers is not None:
             value, step, *places = self.numbers
             if not isinstance(step, Tensor):
                 step = torch.full((), step, dtype=torch.int64, device=device)
-            found += [step, value, *places]
+            found = step, value, *places
         if self.hadamard is not None:
-            found += self.hadamard.for_op()[1:]
-        return tuple(found) or None
+            (_, *words), drawn = self.hadamard.for_op()
+            found += (*words,) if drawn is None else (drawn, *words)
+        return found or None
 
 
 #: Nothing of it.

@@ -21,7 +21,6 @@ from ..common.encode import Encoder
 from ..common.pdl import pdl_wait
 from ..common.shared import allocate, clear
 from ..common.tensor_specs import any_outputs, any_source, any_tensor, compile_for
-from .applied import Applied
 from .columns import Columns, Target
 from .config import PRODUCERS, Config
 from .groups import TileRows, find_rows, scale_rows, tile_count
@@ -34,7 +33,7 @@ from .squares import Squares
 from .tile import Loaded, Loading, Tiles
 from .transform import Transform
 
-__all__ = ["Quantizer", "compile_config", "encoder_of", "fake_sources"]
+__all__ = ["Quantizer", "any_signs", "compile_config", "encoder_of", "fake_sources"]
 
 _DEEP = 1 << 15  # tiles down the rows in one layer of the grid
 
@@ -121,8 +120,7 @@ class Quantizer:
         if const_expr(config.grouped):
             rows = find_rows(down, offsets, m)
         else:
-            made = self.apply(applied, matrix)
-            rows = TileRows(row, m, m, row, row, None, made)
+            rows = TileRows(row, m, m, row, row)
 
         memory = cutlass.memory.SmemAllocator()
         tiles, barrier = self.tiles.allocate(memory)
@@ -151,9 +149,9 @@ class Quantizer:
         loaded = Loaded(tiles, rows, column, k, weights, sums)
         if const_expr(config.grouped):
             if rows.start < rows.stop:
-                self.quantize(loading, loaded, parts, to, maxima, table, global_scale)
+                self.quantize(loading, loaded, parts, to, maxima, table, global_scale, applied)
         else:
-            self.quantize(loading, loaded, parts, to, maxima, table, global_scale)
+            self.quantize(loading, loaded, parts, to, maxima, table, global_scale, applied)
         cute.arch.sync_threads()
         self.write_scales(parts, staged, outputs, rows, (m, k * len(parts)), offsets)
         if const_expr(config.grouped and config.turned):
@@ -162,25 +160,22 @@ class Quantizer:
                     for tile in range(first, stop):
                         self.pieces.copy(part, outputs[-2][0], tile * GROUP_TILE, made=False)
 
-    def apply(self, given, matrix) -> Applied:
-        """What is applied to the elements of a matrix."""
+    def apply(self, given, matrix, rows) -> TileRows:
+        """Rows of a matrix, with what is applied to their elements."""
         config, given = self.config, list(given or ())
         noise = Noise.of(given[:5], matrix, config.fours) if config.stochastic else None
-        transform = None
-        if config.hadamard:
-            transform = Transform.of(config.hadamard, config.dtype, given[-2:])
-        if config.scaling == "ms_eden":
-            return Applied(transform=transform, scale_noise=noise)
-        return Applied(noise, transform)
+        of = "scale_noise" if config.scaling == "ms_eden" else "noise"
+        transform = Transform.of(config, given[-2:]) if config.hadamard else None
+        return replace(rows, applied=replace(rows.applied, transform=transform, **{of: noise}))
 
     @cute.jit
-    def quantize(self, loading, loaded, parts, outputs, maxima, table, global_scale):
+    def quantize(self, loading, loaded, parts, outputs, maxima, table, global_scale, applied):
         """Load a tile and quantize its ``parts``; ``outputs`` has, for each axis and part, a
         scale's address in shared memory and data in global memory.
         """
         config, encoder = self.config, self.encoder
-        rows = loaded.rows
         self.tiles.start(loading, loaded)
+        rows = self.apply(applied, loading.matrix, loaded.rows)  # signs are drawn meanwhile
         encode_scale = None
         if const_expr(encoder.has_table):
             encode_scale = encoder.prepare(global_scale, table, config.threads)
@@ -286,8 +281,14 @@ def _of_rows(config: Config, given: tuple | None) -> list:
 def _any_applied(config: Config) -> tuple | None:
     """What ``further.Further`` gives a kernel, or None."""
     numbers = [any_tensor(Int64, 0, 8), *[Int64(0)] * 4] if config.stochastic else []
-    signs = [Int64(0)] * 2 if config.hadamard else []
-    return tuple(numbers + signs) or None
+    return (*numbers, *any_signs(config)) or None
+
+
+def any_signs(config: Config) -> tuple:
+    """What ``further.Further`` gives a kernel of signs."""
+    if not config.hadamard:
+        return ()
+    return (any_tensor(Int64, 0, 8) if config.draws_signs else Int64(0)), Int64(0)
 
 
 def compile_config(config: Config):

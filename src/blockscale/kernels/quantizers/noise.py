@@ -17,7 +17,7 @@ from cutlass import Int32, Int64, Uint32, cute, select_
 from ..common import ptx
 from ..common.philox import philox
 
-__all__ = ["Noise"]
+__all__ = ["Noise", "step_words"]
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,8 @@ class Noise:
         step, value, first, row, apart = numbers
         if matrix is not None:
             first = first + Int64(matrix) * apart
-        address = step.iterator.toint()
-        steps = [ptx.load_global(address + i, 4) for i in (0, 4)]
-        return cls(first, row, [Uint32(value), Uint32(value >> 32)], steps, fours)
+        key = [Uint32(value), Uint32(value >> 32)]
+        return cls(first, row, key, step_words(step), fours)
 
     def of_row(self, row, column, order=None) -> list:
         """Of 16 elements of a row, from ``column`` on, in the lane's ``order``: the i-th is that of
@@ -102,6 +101,11 @@ class Noise:
         words, place = self._four(index), Int32(index) & 3
         low, high = (Uint32(select_(place % 2 == 1, *words[i : i + 2][::-1])) for i in (0, 2))
         return Uint32(select_(place >= 2, high, low))
+
+
+def step_words(step) -> list:
+    """The words of a step in memory of the device."""
+    return [ptx.load_global(step.iterator.toint() + i, 4) for i in (0, 4)]
 
 
 def _at(i: int, order):

@@ -220,14 +220,14 @@ def plan_amax(
     inputs: tuple[Described, ...], device: torch.device, gpu: Gpu | None, request: Request
 ) -> QuantizePlan:
     """The plan of a call of ``global_scale``."""
+    room, request = request.scaling != "amax", request._replace(scaling="amax")
     _check(inputs, device, gpu, request)
     # a batch is one matrix here, whatever is transformed
     shape = _check(inputs, device, gpu, request._replace(axes=(-1,), hadamard=0))
     assert gpu is not None  # else it is not supported
     config, views = _choose(inputs, request._replace(axes=(), layouts=()), gpu)
-    if request.hadamard:
-        assert isinstance(config, AmaxConfig)
-        config = replace(config, along=request.axes[0])
+    assert isinstance(config, AmaxConfig)
+    config = replace(config, along=request.axes[0] if request.hadamard else -1, room=room)
     rows, columns = math.prod(shape[:-1]), shape[-1] // PRODUCERS[request.producer].parts
     tiles = -(-rows // config.tile_rows) * -(-columns // config.tile_columns)
     return QuantizePlan(run=gpu.load(config), views=views, tiles=tiles)

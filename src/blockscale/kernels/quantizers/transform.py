@@ -14,7 +14,8 @@ from cutlass import Float32, Uint32, cute, select_
 
 from ..common import ptx
 from ..common.arithmetic import widen
-from .config import ACROSS, BAND
+from .config import ACROSS, BAND, Config
+from .signs import drawn_signs
 
 __all__ = ["Transform"]
 
@@ -22,15 +23,19 @@ _LANE = 16  # elements of a row that a lane has
 
 
 class Transform:
-    """Of blocks of ``size``; bit i of ``signs``, four words, negates element i of each."""
+    """Of blocks of ``size``; bit i of ``signs``, words, negates element i of each."""
 
     def __init__(self, size: int, dtype: np.dtype, signs: list):
         self.size, self.dtype, self.signs = size, dtype, signs
 
     @classmethod
-    def of(cls, size: int, dtype: np.dtype, signs) -> Transform:
-        """``signs``: low and high 64 bits, as a launch is given them."""
-        return cls(size, dtype, [Uint32(each >> at) for each in signs for at in (0, 32)])
+    def of(cls, config: Config, given) -> Transform:
+        """``given``: low and high 64 bits of signs, or the step and the value that draw them, for
+        which all lanes of a warp meet."""
+        size = config.hadamard
+        if config.draws_signs:
+            return cls(size, config.dtype, drawn_signs(size, *given))
+        return cls(size, config.dtype, [Uint32(each >> at) for each in given for at in (0, 32)])
 
     def of_row(self, words: list) -> list:
         """fp32 words of 16 elements of a row; all lanes of a warp meet in here."""
