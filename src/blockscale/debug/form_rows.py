@@ -17,7 +17,6 @@ from .form_samples import CODES, Sample
 __all__ = ["FormRows", "RowWay"]
 
 _ROWS = 64  # of forms alike that are kept together
-_UNSIGNED = 0xFFFFFFFF
 
 
 class RowWay(NamedTuple):
@@ -72,8 +71,7 @@ def _vectors(rows: Tensor, ways: list[RowWay]) -> Tensor:
     """Of each row, as ``form_numbers`` has them."""
     row, about, count = ways[0].plan.row, ways[0].about, len(rows)
     wide: Any = {"dtype": torch.float64, "device": rows.device}
-    last = rows[:, Word.LAST].long() & _UNSIGNED
-    first = torch.where(last > 0, _UNSIGNED - last, math.inf)
+    first = rows[:, Word.FIRST] - 1  # where it is -1, nobody asks
     amax, scalar = _floats(rows[:, Word.AMAX]), _floats(rows[:, Word.GLOBAL_SCALE])
     if not about.format.has_global_scale:
         scalar = scalar * math.nan

@@ -39,7 +39,7 @@ class Word(IntEnum):
 
     Attributes:
         CODES: how often each code of a scale occurs: its byte, of fp32 the exponent.
-        LAST: 2^32 - 1 less the number of the first block that is not finite, counted as compact
+        FIRST: the number of the first block that is not finite, from 1 on, counted as compact
             scales lie; 0 if all are.
         AMAX: the largest magnitude, as fp32; NaN where one is.
         ARRIVED: CTAs that are done.
@@ -51,7 +51,7 @@ class Word(IntEnum):
     """
 
     CODES = 0
-    LAST = CODE_COUNT
+    FIRST = CODE_COUNT
     AMAX = CODE_COUNT + 1
     ARRIVED = CODE_COUNT + 2
     ELEMENT = CODE_COUNT + 3

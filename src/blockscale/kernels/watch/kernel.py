@@ -2,8 +2,9 @@
 """What a watch keeps of a quantized matrix, in one launch: counts of the codes of its scales, the
 largest magnitude, some blocks beside what they were made of, and what is not finite first.
 
-Everything is counted or copied, so that the order of CTAs and threads decides nothing. The CTA that
-is done last looks for the element that is not finite: by then the first such block is known.
+Everything is counted or copied, so that the order of CTAs and threads decides nothing. Scales are
+counted as they lie. Where some are not finite, the CTA that is done last
+looks for the first block of those, and in it for the element.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ __all__ = ["Watch", "compile_config"]
 
 _MAGNITUDE, _MAGNITUDES = 0x7FFFFFFF, 0x7FFF7FFF
 _INFINITY = 0x7F800000
-_MOST = 0xFFFFFFFF
+_MOST = 0x7FFFFFFF  # blocks, and more
 
 
 class Watch:
@@ -60,47 +61,56 @@ class Watch:
         row = rows.iterator.toint() + Int64(which) * rows.stride[0] * 4
         memory = cutlass.memory.SmemAllocator()
         counts = allocate(memory, CODE_COUNT * 4)
-        found = allocate(memory, 16)  # the largest magnitude, then what is not finite
+        # the largest magnitude, the CTAs that are done, and the places of what is not finite
+        found = allocate(memory, 16)
         clear(counts, CODE_COUNT * 4, THREADS)
         clear(found, 16, THREADS)
         cute.arch.sync_threads()
-        self.count(scale, counts, row, (down, across, k))
+        self.count(scale, counts, down * across)
         if const_expr(x is not None):
             self.find_amax(x, found, (lines, k))
             self.copy_picks(x, data, scale, places, row, (lines, across, k))
-        cute.arch.sync_threads()
-        self.hand_on(counts, found, row)
         if const_expr(global_scale is not None):
             self.copy_global_scale(global_scale, row)
-        if const_expr(x is not None):
-            cute.arch.sync_threads()
-            if thread == 0:
-                before = signals.arrive(row + Word.ARRIVED * 4)
-                ptx.store_shared(found + 4, [Uint32(before)], 4)
-            cute.arch.sync_threads()
-            if ptx.load_shared(found + 4, 4)[0] == Uint32(ctas - 1):
-                self.find_element(x, found, row, (lines, down, across, k))
+        cute.arch.sync_threads()
+        self.hand_on(counts, found, row)
+        cute.arch.sync_threads()
+        if thread == 0:
+            before = signals.arrive(row + Word.ARRIVED * 4)
+            ptx.store_shared(found + 4, [Uint32(before)], 4)
+        cute.arch.sync_threads()
+        if ptx.load_shared(found + 4, 4)[0] == Uint32(ctas - 1):  # all others are done
+            self.find_nonfinite(x, scale, found, row, (lines, down, across, k))
 
     # --- scales -----------------------------------------------------------------------------------
 
     @cute.jit
-    def count(self, scale, counts, row, sizes):
-        """Each CTA in its own memory, in the order of lines."""
-        down, across, k = sizes
+    def count(self, scale, counts, blocks):
+        """Each CTA in its own memory; of all that is stored, less the zeros that fill tiles."""
         step = cute.arch.grid_dim()[0] * THREADS
         first = cute.arch.block_idx()[0] * THREADS + cute.arch.thread_idx()[0]
-        for i in range(first, down * across, step):
-            line, block = i // across, i % across
-            code = self.code(self.load_scale(scale, (line, block), k))
-            ptx.add_shared(counts + code * 4, Uint32(1))
-            if code == Uint32(self.nan_code):
-                number = self.number(line, block, sizes)
-                ptx.max_global(row + Word.LAST * 4, Uint32(_MOST) - Uint32(number))
+        nbytes = cute.size(scale.shape) * (scale.element_type.width // 8)
+        for i in range(first, nbytes // 4, step):
+            self.count_word(counts, ptx.load_global(self.scale_address(scale, i * 4), 4))
+        for i in range(first, nbytes % 4, step):  # of one byte each
+            place = nbytes - 1 - i
+            self.count_code(counts, ptx.load_global(self.scale_address(scale, place), 1))
+        if first == 0:
+            more = nbytes // self.format.scale.nbytes - blocks
+            ptx.add_shared(counts, Uint32(-more))
 
-    def number(self, line, block, sizes):
-        """Of a block, as compact scales lie."""
-        down, across, _ = sizes
-        return line * across + block if self.config.axis == -1 else block * down + line
+    def scale_address(self, scale, place):
+        return scale.iterator.toint() + Int64(place)
+
+    def count_word(self, counts, word):
+        if self.format.scale.nbytes == 4:
+            self.count_code(counts, self.code(word))
+            return
+        for i in range(4):
+            self.count_code(counts, (word >> Uint32(8 * i)) & Uint32(0xFF))
+
+    def count_code(self, counts, code):
+        ptx.add_shared(counts + code * 4, Uint32(1))
 
     def load_scale(self, scale, where, k):
         """A scale as it is stored, in a word."""
@@ -214,30 +224,63 @@ class Watch:
         return Float32(cutlass.select_(known, value, Float32(0.0)))
 
     @cute.jit
+    def find_nonfinite(self, x, scale, found, row, sizes):
+        """The first block, and in it the first element, if there is any."""
+        if ptx.load_global(row + (Word.CODES + self.nan_code) * 4, 4) > Uint32(0):
+            self.find_block(scale, found, row, sizes[1:])
+            if const_expr(x is not None):
+                self.find_element(x, found, row, sizes)
+
+    @cute.jit
+    def find_block(self, scale, found, row, sizes):
+        """The first that is not finite, as compact scales lie: by the CTA that is last."""
+        down, across, k = sizes
+        thread, total = cute.arch.thread_idx()[0], down * across
+        for start in range(0, total, THREADS):
+            cute.arch.sync_threads()
+            if ptx.load_shared(found + 12, 4)[0] == Uint32(0):
+                cute.arch.sync_threads()
+                number = start + thread
+                if number < total:
+                    where = self.where(number, (down, across))
+                    code = self.code(self.load_scale(scale, where, k))
+                    if code == Uint32(self.nan_code):
+                        ptx.max_shared(found + 12, Uint32(_MOST - number))
+            else:
+                cute.arch.sync_threads()
+        cute.arch.sync_threads()
+        if thread == 0:
+            number = Uint32(_MOST) - ptx.load_shared(found + 12, 4)[0]
+            ptx.store_global(row + Word.FIRST * 4, [number + 1], 4)
+
+    def where(self, number, sizes):
+        """Line and block of a number."""
+        down, across = sizes
+        if self.config.axis == -1:
+            return number // across, number % across
+        return number % down, number // down
+
+    @cute.jit
     def find_element(self, x, found, row, sizes):
-        """Of the first block that is not finite: by the CTA that is last."""
+        """The first of that block that is not finite."""
         lines, down, across, k = sizes
         height, size = self.format.block
         thread = cute.arch.thread_idx()[0]
-        last = ptx.load_global(row + Word.LAST * 4, 4)
-        if last > Uint32(0):
-            number = Int32(Uint32(_MOST) - last)
-            line, block = number // across, number % across
-            if const_expr(self.config.axis == -2):
-                line, block = number % down, number // down
-            for i in range(thread, height * size, THREADS):
-                where = line * height + i // size, block * size + i % size
-                bits = self.load_element(x, where, (lines, k)).bitcast(Uint32)
-                if (bits & Uint32(_MAGNITUDE)) >= Uint32(_INFINITY):
-                    ptx.max_shared(found + 8, Uint32(height * size - i))
-            cute.arch.sync_threads()
-            left = Int32(ptx.load_shared(found + 8, 4)[0])
-            if (thread == 0) & (left > 0):
-                i = height * size - left
-                where = line * height + i // size, block * size + i % size
-                bits = self.load_element(x, where, (lines, k)).bitcast(Uint32)
-                ptx.store_global(row + Word.ELEMENT * 4, [Uint32(i + 1)], 4)
-                ptx.store_global(row + Word.VALUE * 4, [bits], 4)
+        number = Int32(Uint32(_MOST) - ptx.load_shared(found + 12, 4)[0])
+        line, block = self.where(number, (down, across))
+        for i in range(thread, height * size, THREADS):
+            where = line * height + i // size, block * size + i % size
+            bits = self.load_element(x, where, (lines, k)).bitcast(Uint32)
+            if (bits & Uint32(_MAGNITUDE)) >= Uint32(_INFINITY):
+                ptx.max_shared(found + 8, Uint32(height * size - i))
+        cute.arch.sync_threads()
+        left = Int32(ptx.load_shared(found + 8, 4)[0])
+        if (thread == 0) & (left > 0):
+            i = height * size - left
+            where = line * height + i // size, block * size + i % size
+            bits = self.load_element(x, where, (lines, k)).bitcast(Uint32)
+            ptx.store_global(row + Word.ELEMENT * 4, [Uint32(i + 1)], 4)
+            ptx.store_global(row + Word.VALUE * 4, [bits], 4)
 
 
 def compile_config(config: WatchConfig):

@@ -90,7 +90,7 @@ def plan_watch(
         raise Unsupported(f"shape {tuple(shape)}: the kernel counts vectors to 2^31")
     if x is not None:
         _check_source(x, shape)
-    (height, size), nbytes = format.block, 0 if x is None else x.numel() * x.element_size()
+    nbytes = 0 if x is None else x.numel() * x.element_size()
     config = WatchConfig(
         arch=gpu.arch,
         format=format.name,
@@ -99,7 +99,9 @@ def plan_watch(
         axis=axis,
         has_global_scale=matrix.global_scale is not None,
     )
-    scales = -(-lines // height) * -(-k // size)
+    if not matrix.scale.is_contiguous() or matrix.scale.storage_offset() % 4:
+        raise Unsupported("scale: does not lie as a kernel writes it")
+    scales = matrix.scale.nbytes // format.scale.nbytes
     sizes = lines, k, ctas_of(scales, nbytes, gpu.multiprocessors)
     return WatchPlan(gpu.load(config), Row.of(format, len(places)), sizes, places)
 
