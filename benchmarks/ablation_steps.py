@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -32,7 +32,7 @@ NAMES = ("mxfp8", "mxfp8_e5m2_grad", "mxfp8_floor", "mxfp8_even")
 WIDTH, LAYERS, HEADS, CONTEXT, BATCH = 192, 3, 3, 128, 8
 POINTS = (10, 100, 1000)  # steps of training after which it is looked at
 EXACT = bs.Recipe("mxfp8", high_precision=bs.nn.recipe.PRODUCTS)
-BATCHES = 48  # that are looked at
+BATCHES = 32  # that are looked at
 
 
 class Losses(nn.Module):
@@ -47,6 +47,12 @@ class Losses(nn.Module):
             logits = self.model(inputs)
         return cross_entropy(logits.view(-1, VOCABULARY), targets.flatten())
 
+
+#: Which layers are quantized.
+LAYERS_OF: dict[str, Callable[[nn.Module, str], bool]] = {
+    "blocks": in_block,
+    "blocks and head": lambda module, name: name == "head" or in_block(module, name),
+}
 
 Batch = tuple[Tensor, Tensor]
 
@@ -66,17 +72,17 @@ def trained() -> Iterator[tuple[int, Losses, list[Batch]]]:
             yield step, losses, [corpus.sequences(corpus.train, each) for each in looked_at]
 
 
-def measure(losses: Losses, batches: list[Batch]) -> dict[str, Any]:
-    """Of each recipe, in percent: by how much the loss is higher, how much is lost of what an exact
-    step gains, and the error of the gradient over its length; with the mean difference to mxfp8 and
-    the standard error of that."""
+def measure(losses: Losses, batches: list[Batch], layers: str) -> dict[str, Any]:
+    """Of each recipe of these ``LAYERS_OF``, in percent: by how much the loss is higher, how much
+    is lost of what an exact step gains, and the error of the gradient over its length; with the
+    mean difference to mxfp8 and the standard error of that."""
     found: dict[str, list[tuple[float, ...]]] = {name: [] for name in NAMES}
     for batch in batches:
-        convert(losses, RECIPES["mxfp8"])
+        convert(losses, RECIPES["mxfp8"], layers)
         each = bs.debug.bisect(losses, batch, recipes=[RECIPES[name] for name in NAMES], share=1)
-        exact = gradient(losses, batch, EXACT)
+        exact = gradient(losses, batch, EXACT, layers)
         for name, cost in zip(NAMES, each.whole, strict=True):
-            error = (gradient(losses, batch, RECIPES[name]) - exact).norm() / exact.norm()
+            error = (gradient(losses, batch, RECIPES[name], layers) - exact).norm() / exact.norm()
             found[name].append(
                 (
                     100 * cost.forward / each.loss,
@@ -84,7 +90,7 @@ def measure(losses: Losses, batches: list[Batch]) -> dict[str, Any]:
                     100 * float(error),
                 )
             )
-    convert(losses, None)
+    bs.convert(losses, None)
     rows = {}
     for name in NAMES:
         row: dict[str, float] = {}
@@ -98,13 +104,14 @@ def measure(losses: Losses, batches: list[Batch]) -> dict[str, Any]:
     return rows
 
 
-def convert(losses: Losses, recipe: bs.Recipe | None) -> None:
-    bs.convert(losses, recipe, lambda module, name: in_block(module, name.removeprefix("model.")))
+def convert(losses: Losses, recipe: bs.Recipe, layers: str) -> None:
+    chosen = LAYERS_OF[layers]
+    bs.convert(losses, recipe, lambda module, name: chosen(module, name.removeprefix("model.")))
 
 
-def gradient(losses: Losses, batch: Batch, recipe: bs.Recipe) -> Tensor:
+def gradient(losses: Losses, batch: Batch, recipe: bs.Recipe, layers: str) -> Tensor:
     """Of the weights of the blocks, as a vector."""
-    convert(losses, recipe)
+    convert(losses, recipe, layers)
     weights = [p for p in losses.model.blocks.parameters() if p.dim() > 1]
     found = torch.autograd.grad(losses(*batch), weights)
     return torch.cat([each.flatten().double() for each in found])
@@ -114,7 +121,10 @@ def main() -> None:
     points = []
     for step, losses, batches in trained():
         print("after", step, "steps", flush=True)
-        points.append({"steps": step, "percent": measure(losses, batches)})
+        for layers in LAYERS_OF:
+            print(layers, flush=True)
+            found = measure(losses, batches, layers)
+            points.append({"steps": step, "layers": layers, "percent": found})
     about = {
         "device": platform.processor() or "CPU",
         "torch": torch.__version__,

@@ -13,9 +13,10 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 
 import blockscale as bs
 from blockscale import emulator as em
+from blockscale.debug.form_numbers import Blocks, compare
 from blockscale.formats import FP32
 from blockscale.kernels.common.gpu import Unsupported
-from blockscale.kernels.watch.config import Word
+from blockscale.kernels.watch.config import Word, row_words
 from blockscale.kernels.watch.plan import Lines, Matrix, plan_watch
 from blockscale.layouts import as_bytes
 from stand_in import chip
@@ -45,26 +46,22 @@ def look(
     matrix = matrix_of(q)
     with em.cutedsl(em.Device(arch, completion="late", check="all,exit_stores,global")):
         plan = plan_watch(x, matrix, places, torch.device("cpu"), chip(arch, 3))
-        row = plan.row
-        rows = torch.full((3, row.words), POISON, dtype=torch.int32)
+        rows = torch.full((3, row_words(len(places))), POISON, dtype=torch.int32)
         rows[1] = 0
         plan(Lines.of(x, matrix), rows, 1)
     found = rows[1]
-    n = len(places)
-    named = {
+    floats, doubles = found.view(torch.float32), found.view(torch.float64)
+    return {
         "codes": found[Word.CODES : Word.CODES + 256],
+        "octaves": found[Word.OCTAVES : Word.OCTAVES + 24],
+        "counts": found[Word.COMPARED : Word.SATURATED + 1],
+        "sums": doubles[Word.SIGNAL // 2 : Word.PICKS // 2],
         "first": found[Word.FIRST],
-        "amax": found[Word.AMAX].view(torch.float32),
-        "arrived": found[Word.ARRIVED],
+        "amax": floats[Word.AMAX],
         "element": found[Word.ELEMENT],
-        "value": found[Word.VALUE].view(torch.float32),
-        "global_scale": found[Word.GLOBAL_SCALE].view(torch.float32),
-        "x": found[row.x : row.x + n * row.size].view(torch.float32).view(n, row.size),
-        "scale": found[row.scale : row.scale + n],
-        "data": found[row.data :].view(torch.uint8)[: n * row.stored].view(n, row.stored),
-        "rest": found[row.data :].view(torch.uint8)[n * row.stored :],
-    }
-    return named, rows[::2]
+        "value": floats[Word.VALUE],
+        "global_scale": floats[Word.GLOBAL_SCALE],
+    }, rows[::2]
 
 
 def lines_of(x: Tensor, axis: int) -> Tensor:
@@ -73,12 +70,10 @@ def lines_of(x: Tensor, axis: int) -> Tensor:
 
 def check(x: Tensor, q: bs.ScaledTensor, count: int = 40, arch: str = "sm_90a", given=True) -> dict:
     """Count, and pick, by what the tensor's compact scales and bytes are."""
-    height, size = q.format.block
     scale = lines_of(q.compact_bytes(), q.axis)
     codes = scale if scale.dtype == torch.uint8 else (scale.view(torch.int32) >> 23) & 255
     across = scale.shape[1]
-    lines, k = lines_of(x, q.axis).shape
-    total = lines * across
+    total = lines_of(x, q.axis).shape[0] * across
     places = torch.randint(total, (count,), generator=torch.Generator().manual_seed(1)).int()
     places[-1] = total - 1
     found, others = look(x if given else None, q, places, arch)
@@ -93,24 +88,35 @@ def check(x: Tensor, q: bs.ScaledTensor, count: int = 40, arch: str = "sm_90a", 
     if q.global_scale is not None:
         assert found["global_scale"] == q.global_scale
     if not given:
-        assert not found["x"].any()
+        assert not found["octaves"].any()
+        assert not found["counts"].any()
         return found
     amax = x.float().abs().amax()
     assert torch.equal(found["amax"].isnan(), amax.isnan())
     assert amax.isnan() or found["amax"] == amax
-    padded = torch.nn.functional.pad(lines_of(x, q.axis).float(), (0, -k % size))
-    blocks = padded.unfold(1, size, size)
-    line, block = places.long() // across, places.long() % across
-    torch.testing.assert_close(found["x"], blocks[line, block], rtol=0, atol=0, equal_nan=True)
-    words = scale if scale.dtype == torch.uint8 else scale.view(torch.int32)
-    assert torch.equal(found["scale"], words[line // height, block].int())
-    stored = q.format.element.stored(size)
-    data = lines_of(as_bytes(q.qdata), q.axis).unfold(1, stored, stored)
-    assert torch.equal(found["data"], data[line, block])
-    assert not found["rest"].any()
+    wanted = compared(x, q, scale, places)
+    n, signal, noise, zeros, flushed, saturated = wanted[:6].tolist()
+    assert found["counts"].tolist() == [n, zeros, zeros + flushed, saturated]
+    assert found["octaves"].tolist() == wanted[6:].tolist()
+    assert found["sums"].tolist() == pytest.approx([signal, noise], rel=1e-12)
     if first == NONE:
         assert found["element"] == 0
     return found
+
+
+def compared(x: Tensor, q: bs.ScaledTensor, scale: Tensor, places: Tensor) -> Tensor:
+    """Sums over the picked blocks, by torch operations; ``scale``: that of lines."""
+    (height, size), k = q.format.block, lines_of(x, q.axis).shape[1]
+    padded = torch.nn.functional.pad(lines_of(x, q.axis).float(), (0, -k % size))
+    line, block = places.long() // scale.shape[1], places.long() % scale.shape[1]
+    stored = q.format.element.stored(size)
+    data = lines_of(as_bytes(q.qdata), q.axis).unfold(1, stored, stored)
+    there = (k - block * size).clamp(max=size)
+    scalar = None if q.global_scale is None else q.global_scale.reshape(1)
+    picked = padded.unfold(1, size, size)[line, block], data[line, block]
+    each = (*picked, scale[line // height, block], there)
+    x, data, scale, there = (part[None] for part in each)
+    return compare(q.format, Blocks(x, data, scale, scalar, there))[0]
 
 
 CASES = [

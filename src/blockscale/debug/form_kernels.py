@@ -17,7 +17,7 @@ from ..nn.observing import Form, Made
 from ..tensor import ScaledTensor
 from .form_numbers import Measured
 from .form_rows import FormRows, RowWay
-from .form_samples import SAMPLE, Grid, Sample, spread, there_of
+from .form_samples import SAMPLE, About, Grid, spread
 
 __all__ = ["FormKernels"]
 
@@ -26,7 +26,7 @@ class _VectorWay(NamedTuple):
     """How forms alike are looked at on a CPU."""
 
     plan: CpuWatchPlan
-    about: Sample
+    about: About
 
 
 class FormKernels:
@@ -50,7 +50,7 @@ class FormKernels:
         else:
             q = form.tensor() if isinstance(form, Made) else form
             vector = way.plan(x, _matrix(q))
-            self._measured[number] = Measured(way.about, torch.from_numpy(vector))
+            self._measured[number] = Measured(way.about, vector)
         return True
 
     def evaluate(self) -> dict[int, Measured]:
@@ -99,14 +99,14 @@ def _find_way(x: Tensor | None, form: Form) -> RowWay | _VectorWay | None:
     grid = Grid(1, lines, blocks, SAMPLE // format.block_size, device)
     places, gpu = _places(grid, x is not None), gpu_of(device)
     shape: Any = (down, blocks) if axis == -1 else (blocks, down)
-    about = Sample(format, tuple(like.shape), axis, shape, places[:0], None, None, None, None)
+    about = About(format, tuple(like.shape), axis, shape)
     try:
         if device.type == "cpu" and gpu is None:
             return _VectorWay(plan_on_cpu(x, _matrix(like), places.numpy()), about)
         plan = plan_watch(x, _matrix(like), places, device, gpu)
     except Unsupported:
         return None
-    return RowWay(plan, about, there_of(grid, k, format.block_size)[: len(places)])
+    return RowWay(plan, about)
 
 
 def _like(form: Form) -> tuple[torch.device, ScaledTensor]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..error_sums import SLACK
 from ..formats import FP32, UE4M3, Format, formats
-from .form_samples import CODES, Picks, Sample, counted, nan_code
+from .form_samples import CODES, About, Picks, Sample, counted, nan_code
 
 __all__ = ["COMPARED", "MAGNITUDES", "Blocks", "Measured", "compare", "evaluate", "numbers_of"]
 
@@ -24,13 +24,11 @@ _MASK = 0x7FFFFFFF
 
 
 class Measured(NamedTuple):
-    """A sample, and the fp64 vector of its numbers, which is still on the device: the largest
-    magnitude, the number of the first block that is not finite, the global scale, how often each
-    code occurs, what :func:`compare` gives, and the number of the first element of that block that
-    is not finite, and itself."""
+    """A form, and the fp64 vector of its numbers, as ``kernels.cpu.watching`` has them; a tensor is
+    still on its device."""
 
-    about: Sample
-    vector: Tensor
+    about: About
+    vector: np.ndarray | Tensor
 
 
 def evaluate(samples: Sequence[Sample]) -> list[Measured]:
@@ -38,7 +36,7 @@ def evaluate(samples: Sequence[Sample]) -> list[Measured]:
     alike: dict[Any, list[int]] = {}
     for i, sample in enumerate(samples):
         picks = sample.picks
-        key = None if picks is None else (sample.format, picks.x.shape, picks.x.dtype)
+        key = None if picks is None else (sample.about.format, picks.x.shape, picks.x.dtype)
         which = key, sample.histogram.device, sample.limits is None, sample.first is None
         alike.setdefault(which, []).append(i)
     vectors: dict[int, Tensor] = {}
@@ -49,14 +47,14 @@ def evaluate(samples: Sequence[Sample]) -> list[Measured]:
             compared = torch.full((len(some), COMPARED + 2), math.nan, **wide)
         else:
             chosen = [s.picks for s in some if s.picks is not None]
-            compared = _compared(some[0].format, chosen, finite=some[0].first is None)
+            compared = _compared(some[0].about.format, chosen, finite=some[0].first is None)
         histograms = torch.stack([sample.histogram for sample in some])
         scalars = [
             _column(each, len(some), wide) for each in zip(*map(_scalars, some), strict=True)
         ]
         joined = torch.cat((*scalars, histograms.to(**wide), compared), 1)
         vectors |= dict(zip(members, joined, strict=True))
-    return [Measured(_light(samples[i]), vectors[i]) for i in range(len(samples))]
+    return [Measured(sample.about, vectors[i]) for i, sample in enumerate(samples)]
 
 
 def _compared(format: Format, picks: Sequence[Picks], *, finite: bool) -> Tensor:
@@ -90,12 +88,6 @@ def _column(numbers: Sequence[Tensor | None], count: int, wide: Any) -> Tensor:
     if len(found) < count:
         return torch.full((count, 1), math.nan, **wide)
     return torch.stack(found).to(**wide)[:, None]
-
-
-def _light(sample: Sample) -> Sample:
-    """Without what has been looked at."""
-    empty = sample.histogram.new_empty(0)
-    return sample._replace(histogram=empty, first=None, limits=None, picks=None)
 
 
 class Blocks(NamedTuple):
@@ -187,7 +179,7 @@ def _first(last: Tensor) -> Tensor:
 # --- on the host ----------------------------------------------------------------------------------
 
 
-def numbers_of(parts: Sequence[tuple[Sample, np.ndarray]]) -> dict[str, Any]:
+def numbers_of(parts: Sequence[tuple[About, np.ndarray]]) -> dict[str, Any]:
     """Of all calls of a layer in a step: those of each sample, as a line of the file has them."""
     about = parts[0][0]
     sums = dict.fromkeys(_SUMS, 0.0)
@@ -266,7 +258,7 @@ def _percentiles(exponents: dict[int, int]) -> dict[str, int] | None:
     return {**found, "spread": found["max"] - found["min"]}
 
 
-def _where(sample: Sample, block: int, inside: float, value: float) -> dict[str, Any]:
+def _where(sample: About, block: int, inside: float, value: float) -> dict[str, Any]:
     """Where the first is that is not finite; where nobody has the values, its block begins."""
     height, size = sample.format.block
     *lead, down, across = sample.blocks

@@ -5,30 +5,31 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ..formats import Format
-from ..kernels.watch.config import Row, Word
+from ..kernels.cpu.watching import HEAD, LENGTH, MAGNITUDES
+from ..kernels.watch.config import Word, row_words
 from ..kernels.watch.plan import Lines, WatchPlan
-from .form_numbers import COMPARED, Blocks, Measured, compare
-from .form_samples import CODES, Sample
+from .form_numbers import Measured
+from .form_samples import CODES, About
 
 __all__ = ["FormRows", "RowWay"]
 
-_ROWS = 64  # of forms alike that are kept together
+_ROWS = 256  # that are kept together
+_COUNTS = HEAD + CODES  # where a vector has sums
 
 
 class RowWay(NamedTuple):
-    """How forms alike are looked at. ``there``: elements of picked blocks that are no padding."""
+    """How forms alike are looked at."""
 
     plan: WatchPlan
-    about: Sample
-    there: Tensor
+    about: About
 
 
 class _Kept(NamedTuple):
-    """Rows of forms alike, what each is of, and its number."""
+    """Rows, what each is of, and its number."""
 
     rows: Tensor
     ways: list[RowWay]
@@ -43,16 +44,16 @@ class FormRows:
 
     def add(self, number: int, way: RowWay, lines: Lines) -> None:
         """Keep the row of a form by its ``number``."""
-        kept = self._room(way)
+        kept = self._room(lines.data.device, row_words(len(way.plan.places)))
         way.plan(lines, kept.rows, len(kept.ways))
         kept.ways.append(way)
         kept.numbers.append(number)
 
-    def _room(self, way: RowWay) -> _Kept:
-        alike = self._kept.setdefault((way.plan.row, way.about.format, way.there.device), [])
+    def _room(self, device: torch.device, words: int) -> _Kept:
+        alike = self._kept.setdefault((device, words), [])
         if not alike or len(alike[-1].ways) == _ROWS:
-            shape, device = (_ROWS, way.plan.row.words), way.there.device
-            alike.append(_Kept(torch.zeros(shape, dtype=torch.int32, device=device), [], []))
+            rows = torch.zeros(_ROWS, words, dtype=torch.int32, device=device)
+            alike.append(_Kept(rows, [], []))
         return alike[-1]
 
     def evaluate(self) -> dict[int, Measured]:
@@ -60,44 +61,40 @@ class FormRows:
         found: dict[int, Measured] = {}
         for alike in self._kept.values():
             for rows, ways, numbers in alike:
-                vectors = _vectors(rows[: len(ways)], ways)
+                words = rows[: len(ways), : Word.PICKS].cpu().numpy()  # read back, once
+                known = len(ways[0].plan.places) > 0  # what they are of
+                vectors = _vectors(words, [way.about for way in ways], known)
                 for number, way, vector in zip(numbers, ways, vectors, strict=True):
                     found[number] = Measured(way.about, vector)
         self._kept.clear()
         return found
 
 
-def _vectors(rows: Tensor, ways: list[RowWay]) -> Tensor:
-    """Of each row, as ``form_numbers`` has them."""
-    row, about, count = ways[0].plan.row, ways[0].about, len(rows)
-    wide: Any = {"dtype": torch.float64, "device": rows.device}
-    first = rows[:, Word.FIRST] - 1  # where it is -1, nobody asks
-    amax, scalar = _floats(rows[:, Word.AMAX]), _floats(rows[:, Word.GLOBAL_SCALE])
-    if not about.format.has_global_scale:
-        scalar = scalar * math.nan
-    if row.picks:
-        sums = compare(about.format, _blocks(rows, row, about.format, ways))
-    else:
-        amax = amax * math.nan
-        sums = torch.full((count, COMPARED), math.nan, **wide)
-    inside = rows[:, Word.ELEMENT] - 1
-    inside = torch.where(inside < 0, math.prod(about.format.block), inside)
-    named = torch.stack((inside.to(**wide), _floats(rows[:, Word.VALUE]).to(**wide)), 1)
-    ahead = torch.stack([each.to(**wide) for each in (amax, first, scalar)], 1)
-    return torch.cat((ahead, rows[:, Word.CODES : Word.CODES + CODES].to(**wide), sums, named), 1)
-
-
-def _floats(words: Tensor) -> Tensor:
-    return words.contiguous().view(torch.float32)
-
-
-def _blocks(rows: Tensor, row: Row, format: Format, ways: list[RowWay]) -> Blocks:
-    """Picked blocks of each row."""
-    count, n = len(rows), row.picks
-    x = _floats(rows[:, row.x : row.scale]).view(count, n, row.size)
-    scale = rows[:, row.scale : row.data]
-    scale = _floats(scale) if format.scale.nbytes == 4 else scale.to(torch.uint8)
-    data = rows[:, row.data :].contiguous().view(torch.uint8)[:, : n * row.stored]
-    scalar = _floats(rows[:, Word.GLOBAL_SCALE]) if format.has_global_scale else None
-    there = torch.stack([way.there for way in ways])
-    return Blocks(x, data.reshape(count, n, row.stored), scale, scalar, there)
+def _vectors(words: np.ndarray, abouts: list[About], known: bool) -> np.ndarray:
+    """Of each row, as ``kernels.cpu.watching`` has them."""
+    vectors = np.zeros((len(words), LENGTH))
+    floats, doubles, counts = words.view(np.float32), words.view(np.float64), words.view(np.uint32)
+    vectors[:, 0] = floats[:, Word.AMAX]
+    vectors[:, 1] = words[:, Word.FIRST] - 1
+    scaled = np.array([about.format.has_global_scale for about in abouts])
+    vectors[:, 2] = np.where(scaled, floats[:, Word.GLOBAL_SCALE], math.nan)
+    vectors[:, HEAD:_COUNTS] = counts[:, Word.CODES : Word.CODES + CODES]
+    zeros = counts[:, Word.ZEROS].astype(np.int64)
+    sums = (
+        counts[:, Word.COMPARED],
+        doubles[:, Word.SIGNAL // 2],
+        doubles[:, Word.NOISE // 2],
+        zeros,
+        counts[:, Word.VANISHED] - zeros,
+        counts[:, Word.SATURATED],
+    )
+    octaves = _COUNTS + len(sums)
+    vectors[:, _COUNTS:octaves] = np.stack(sums, 1)
+    vectors[:, octaves:-2] = counts[:, Word.OCTAVES : Word.OCTAVES + MAGNITUDES]
+    whole = np.array([math.prod(about.format.block) for about in abouts])
+    inside = words[:, Word.ELEMENT] - 1
+    vectors[:, -2] = np.where(inside < 0, whole, inside)
+    vectors[:, -1] = floats[:, Word.VALUE]
+    if not known:
+        vectors[:, 0] = vectors[:, _COUNTS:] = math.nan
+    return vectors

@@ -20,6 +20,7 @@ from ..tensor import ScaledTensor
 __all__ = [
     "CODES",
     "SAMPLE",
+    "About",
     "Grid",
     "Picks",
     "Sample",
@@ -50,6 +51,15 @@ class Picks(NamedTuple):
     there: Tensor
 
 
+class About(NamedTuple):
+    """What a form is: its format, shape and axis, and how many blocks its compact scales are of."""
+
+    format: Format
+    shape: tuple[int, ...]
+    axis: int
+    blocks: tuple[int, ...]
+
+
 class Sample(NamedTuple):
     """Of one form; tensors are on its device.
 
@@ -61,10 +71,7 @@ class Sample(NamedTuple):
         picks: None likewise, and of columns of groups.
     """
 
-    format: Format
-    shape: tuple[int, ...]
-    axis: int
-    blocks: tuple[int, ...]
+    about: About
     histogram: Tensor
     first: Tensor | None
     limits: tuple[Tensor, Tensor] | None
@@ -110,9 +117,8 @@ def take_sample(x: Any, q: ScaledTensor, limits: tuple[Tensor, Tensor] | None) -
     picks = None
     if x is not None and not q.k_grouped and _has_one_scale_a_matrix(q):
         picks = _pick(x, q, scale, first)
-    shape, blocks = tuple(q.shape), tuple(code.shape)
-    scalar = q.global_scale
-    return Sample(q.format, shape, q.axis, blocks, histogram, first, limits, scalar, picks)
+    about = About(q.format, tuple(q.shape), q.axis, tuple(code.shape))
+    return Sample(about, histogram, first, limits, q.global_scale, picks)
 
 
 def _has_one_scale_a_matrix(q: ScaledTensor) -> bool:

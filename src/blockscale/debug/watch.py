@@ -338,12 +338,15 @@ class _Seen:
     def _read_back(self) -> dict[int, np.ndarray]:
         """Vectors by the numbers of their forms; a device's are read back at once."""
         found: dict[int, np.ndarray] = {}
-        by_device: dict[torch.device, list[int]] = {}
-        for number, measured in self._measured.items():
-            by_device.setdefault(measured.vector.device, []).append(number)
-        for numbers in by_device.values():
-            vectors = torch.stack([self._measured[number].vector for number in numbers])
-            found |= zip(numbers, vectors.cpu().numpy(), strict=True)
+        by_device: dict[torch.device, list[tuple[int, Tensor]]] = {}
+        for number, (_, vector) in self._measured.items():
+            if isinstance(vector, np.ndarray):
+                found[number] = vector
+            else:
+                by_device.setdefault(vector.device, []).append((number, vector))
+        for each in by_device.values():
+            vectors = torch.stack([vector for _, vector in each]).cpu().numpy()
+            found |= zip([number for number, _ in each], vectors, strict=True)
         return found
 
 

@@ -6,18 +6,21 @@ Addresses are integers: 64 bits in global memory, 32 in shared memory.
 
 from __future__ import annotations
 
-from cutlass import Float32, Int32, Uint32
+from cutlass import Float32, Float64, Int32, Uint32
 from cutlass.cute.arch import inline_ptx
 
 __all__ = [
     "add",
+    "add_doubles",
     "add_global",
     "add_pairs",
     "add_shared",
+    "add_square",
     "below",
     "copy_async",
     "copy_bulk",
     "divide",
+    "double_of_words",
     "e2m1_of_eight",
     "e4m3_value",
     "fma",
@@ -40,11 +43,13 @@ __all__ = [
     "reciprocal_of_minus",
     "round_pair",
     "select_negative",
+    "square",
     "square_root",
     "store_global",
     "store_shared",
     "subtract",
     "wait_async",
+    "words_of_double",
 ]
 
 _VECTOR = {1: "b8", 2: "b16", 4: "b32", 8: "v2.b32", 16: "v4.b32"}
@@ -259,6 +264,32 @@ def _pairs(operation: str, *operands: list) -> list:
 
 def fma(a, b, c):
     return _one("fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};", Float32, a, b, c)
+
+
+def square(value):
+    """fp64: of an fp32 value; exact."""
+    code = "{ .reg .f64 d; cvt.f64.f32 d, {$r0}; mul.rn.f64 {$w0}, d, d; }"
+    return _one(code, Float64, value)
+
+
+def add_square(total, value):
+    """fp64: what is given and the square of an fp32 value, rounded once."""
+    code = "{ .reg .f64 d; cvt.f64.f32 d, {$r1}; fma.rn.f64 {$w0}, d, d, {$r0}; }"
+    return _one(code, Float64, total, value)
+
+
+def add_doubles(a, b):
+    return _one("add.rn.f64 {$w0}, {$r0}, {$r1};", Float64, a, b)
+
+
+def words_of_double(value) -> list:
+    """Low and high."""
+    code = "mov.b64 {{$w0}, {$w1}}, {$r0};"
+    return list(inline_ptx(code, write_only_types=[Uint32] * 2, read_only_args=[value]))
+
+
+def double_of_words(low, high):
+    return _one("mov.b64 {$w0}, {{$r0}, {$r1}};", Float64, low, high)
 
 
 def maximum(a, b):

@@ -156,13 +156,7 @@ class Dequantizer:
         return found
 
     def decode(self, code):
-        """The fp32 value of a scale in the low bits of a word."""
-        name = self.format.scale.name
-        if name == "FP32":
-            return code.bitcast(Float32)
-        if name == "E8M0":
-            return dequantize_ptx.e8m0_value(code & Uint32(0xFF))
-        return ptx.e4m3_value(code & Uint32(0x7F))
+        return dequantize_ptx.scale_value(code, self.format.scale.name)
 
     def step(self, scale, i: int, last):
         """Bytes from a scale to the ``i``-th one after it across the contraction, or the last."""

@@ -10,8 +10,9 @@ from cutlass.cute.arch import inline_ptx
 
 from ...dtypes import BFLOAT16, FLOAT16, FLOAT32
 from ..common.arithmetic import narrow
+from ..common.ptx import e4m3_value
 
-__all__ = ["e8m0_value", "load", "values", "words"]
+__all__ = ["load", "scale_value", "values", "words"]
 
 _TYPES = {1: "u8", 2: "u16", 4: "b32", 8: "v2.b32", 16: "v4.b32"}
 _PAIRS = {"E4M3": "e4m3x2", "E5M2": "e5m2x2"}
@@ -70,7 +71,16 @@ def _e2m1(word) -> list:
     return [each.bitcast(Float32) for each in low + high]
 
 
-def e8m0_value(byte):
+def scale_value(code, scale: str):
+    """The fp32 value of a scale in the low bits of a word."""
+    if scale == "FP32":
+        return code.bitcast(Float32)
+    if scale == "E8M0":
+        return _e8m0_value(code & Uint32(0xFF))
+    return e4m3_value(code & Uint32(0x7F))
+
+
+def _e8m0_value(byte):
     """2^(byte - 127); 255 is NaN."""
     bits = cutlass.max(byte << Uint32(23), Uint32(0x00400000))  # 2^-127 is subnormal
     return Uint32(select_(byte == Uint32(255), Uint32(0x7FC00000), bits)).bitcast(Float32)

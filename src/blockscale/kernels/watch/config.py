@@ -7,12 +7,21 @@ from enum import IntEnum
 
 import numpy as np
 
-from ...formats import Format
-
-__all__ = ["CODE_COUNT", "THREADS", "Row", "WatchConfig", "Word", "ctas_of"]
+__all__ = [
+    "CODE_COUNT",
+    "COUNTED",
+    "LANE",
+    "OCTAVE_COUNT",
+    "THREADS",
+    "WatchConfig",
+    "Word",
+    "ctas_of",
+    "row_words",
+]
 
 THREADS = 256  # of a CTA
-CODE_COUNT = 256
+CODE_COUNT, OCTAVE_COUNT = 256, 24
+LANE = 4  # elements of a lane, where blocks are compared
 _ROUNDS = 16  # of a thread, over scales or 16 bytes of elements
 
 
@@ -35,62 +44,50 @@ class WatchConfig:
 
 
 class Word(IntEnum):
-    """Where a row's single words of 32 bits lie. A row is zeros before.
+    """Where what is written lies in a row of words of 32 bits, which is zeros before.
 
     Attributes:
         CODES: how often each code of a scale occurs: its byte, of fp32 the exponent.
+        OCTAVES: of picked blocks, how often each power of two lies between an element and the
+            largest of its block; the last with all that are further apart.
+        COMPARED, ZEROS, VANISHED, SATURATED: elements of these that are compared, that are 0, that
+            became 0, and that are beyond what their block can hold.
         FIRST: the number of the first block that is not finite, from 1 on, counted as compact
             scales lie; 0 if all are.
-        AMAX: the largest magnitude, as fp32; NaN where one is.
+        AMAX: the largest magnitude of all elements, as fp32; NaN where one is.
         ARRIVED: CTAs that are done.
-        ELEMENT: of that block, the number of the first element that is not finite, from 1 on,
-            line by line; 0 if all are.
+        ELEMENT: of the first block that is not finite, the number of the first such element, from
+            1 on, line by line; 0 if all are.
         VALUE: that element, as fp32.
         GLOBAL_SCALE: as fp32.
-        PICKS: those of picked blocks begin here.
+        SIGNAL, NOISE: sums of squares of elements compared and of their errors, as fp64.
+        PICKS: the same two of each picked block, from here on.
     """
 
     CODES = 0
-    FIRST = CODE_COUNT
-    AMAX = CODE_COUNT + 1
-    ARRIVED = CODE_COUNT + 2
-    ELEMENT = CODE_COUNT + 3
-    VALUE = CODE_COUNT + 4
-    GLOBAL_SCALE = CODE_COUNT + 5
-    PICKS = CODE_COUNT + 8
+    OCTAVES = CODE_COUNT
+    COMPARED = OCTAVES + OCTAVE_COUNT
+    ZEROS = COMPARED + 1
+    VANISHED = COMPARED + 2
+    SATURATED = COMPARED + 3
+    FIRST = COMPARED + 4
+    AMAX = COMPARED + 5
+    ARRIVED = COMPARED + 6
+    ELEMENT = COMPARED + 7
+    VALUE = COMPARED + 8
+    GLOBAL_SCALE = COMPARED + 9
+    SIGNAL = COMPARED + 12
+    NOISE = SIGNAL + 2
+    PICKS = SIGNAL + 4
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """Where words of so many picked blocks lie: ``x``, their elements as fp32; ``scale``, as they
-    are stored, a word each; ``data``, bytes of their elements."""
+#: Words that are counted in shared memory first.
+COUNTED = int(Word.FIRST)
 
-    picks: int
-    size: int
-    stored: int
 
-    @classmethod
-    def of(cls, format: Format, picks: int) -> Row:
-        """Of blocks of a line of this format."""
-        size = format.block_size
-        return cls(picks, size, format.element.stored(size))
-
-    @property
-    def x(self) -> int:
-        return int(Word.PICKS)
-
-    @property
-    def scale(self) -> int:
-        return self.x + self.picks * self.size
-
-    @property
-    def data(self) -> int:
-        return self.scale + self.picks
-
-    @property
-    def words(self) -> int:
-        """Of the whole row, a multiple of 4."""
-        return -(-(self.data * 4 + self.picks * self.stored) // 16) * 4
+def row_words(picks: int) -> int:
+    """Of a row of so many picked blocks."""
+    return int(Word.PICKS) + 4 * picks
 
 
 def ctas_of(scales: int, nbytes: int, multiprocessors: int) -> int:

@@ -1,42 +1,45 @@
 # mypy: ignore-errors
-"""What a watch keeps of a quantized matrix, in one launch: counts of the codes of its scales, the
-largest magnitude, some blocks beside what they were made of, and what is not finite first.
+"""What a watch sees of a quantized matrix, in one launch: counts of the codes of its scales, the
+largest magnitude, what some blocks lost of what they were made of, and what is not finite first.
 
-Everything is counted or copied, so that the order of CTAs and threads decides nothing. Scales are
-counted as they lie. Where some are not finite, the CTA that is done last
-looks for the first block of those, and in it for the element.
+Everything is counted in integers but sums of squares, which the CTA that is done last adds up in
+one order: so neither CTAs nor threads decide anything. Scales are counted as they lie. Where some
+are not finite, that CTA looks for the first block of those, and in it for the element.
 """
 
 from __future__ import annotations
 
 import cutlass
-from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute, range_constexpr
+from cutlass import (
+    Float32,
+    Int32,
+    Int64,
+    Uint32,
+    const_expr,
+    cute,
+    range_constexpr,
+)
 
 from ...dtypes import BFLOAT16
-from ...formats import FP32, get_format
+from ...formats import get_format
 from ..common import ptx
-from ..common.arithmetic import element
 from ..common.numeric import NUMERIC
 from ..common.pdl import pdl_wait
-from ..common.scale_place import scale_place
 from ..common.shared import allocate, clear
 from ..common.tensor_specs import any_strided, any_tensor, compile_for
 from ..ranks import signals
-from .config import CODE_COUNT, THREADS, Row, WatchConfig, Word
+from .compare import MAGNITUDE, Comparison
+from .config import COUNTED, THREADS, WatchConfig, Word
 
 __all__ = ["Watch", "compile_config"]
 
-_MAGNITUDE, _MAGNITUDES = 0x7FFFFFFF, 0x7FFF7FFF
+_MAGNITUDES = 0x7FFF7FFF  # of two halves
 _INFINITY = 0x7F800000
 _MOST = 0x7FFFFFFF  # blocks, and more
 
 
-class Watch:
+class Watch(Comparison):
     """The kernel of a :class:`WatchConfig` and the host code that launches it."""
-
-    def __init__(self, config: WatchConfig):
-        self.config = config
-        self.format = get_format(config.format)
 
     @cute.jit
     def __call__(self, x, data, scale, global_scale, places, row, sizes, stream):
@@ -44,8 +47,8 @@ class Watch:
 
         ``x`` (lines, K), None where nobody has it; ``data`` (lines, bytes); ``scale`` as its layout
         stores it; ``global_scale`` () fp32 or None; ``places`` (n,) int32, picked blocks, counted
-        along lines; ``row``: (any, ``Row.words``) int32, and which of these rows is written, zeros
-        before; ``sizes``: lines, elements of a line, and CTAs.
+        along lines; ``row``: (any, ``row_words(n)``) int32, and which of these rows is written,
+        zeros before; ``sizes``: lines, elements of a line, and CTAs.
         """
         self.kernel(x, data, scale, global_scale, places, row, sizes[:2]).launch(
             grid=(sizes[2], 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
@@ -60,16 +63,17 @@ class Watch:
         down = cute.ceil_div(lines, self.format.block[0])
         row = rows.iterator.toint() + Int64(which) * rows.stride[0] * 4
         memory = cutlass.memory.SmemAllocator()
-        counts = allocate(memory, CODE_COUNT * 4)
+        counts = allocate(memory, COUNTED * 4)
         # the largest magnitude, the CTAs that are done, and the places of what is not finite
         found = allocate(memory, 16)
-        clear(counts, CODE_COUNT * 4, THREADS)
+        clear(counts, COUNTED * 4, THREADS)
         clear(found, 16, THREADS)
         cute.arch.sync_threads()
         self.count(scale, counts, down * across)
         if const_expr(x is not None):
             self.find_amax(x, found, (lines, k))
-            self.copy_picks(x, data, scale, places, row, (lines, across, k))
+            picked = places, counts, row, (lines, across, k)
+            self.compare_picks(x, data, scale, global_scale, *picked)
         if const_expr(global_scale is not None):
             self.copy_global_scale(global_scale, row)
         cute.arch.sync_threads()
@@ -80,6 +84,8 @@ class Watch:
             ptx.store_shared(found + 4, [Uint32(before)], 4)
         cute.arch.sync_threads()
         if ptx.load_shared(found + 4, 4)[0] == Uint32(ctas - 1):  # all others are done
+            if const_expr(x is not None):
+                self.add_up_picks(row, places.shape[0])
             self.find_nonfinite(x, scale, found, row, (lines, down, across, k))
 
     # --- scales -----------------------------------------------------------------------------------
@@ -112,29 +118,14 @@ class Watch:
     def count_code(self, counts, code):
         ptx.add_shared(counts + code * 4, Uint32(1))
 
-    def load_scale(self, scale, where, k):
-        """A scale as it is stored, in a word."""
-        config = self.config
-        place = scale_place(scale, where, (config.layout, config.axis), self.format, k)
-        return ptx.load_global(scale.iterator.toint() + place, self.format.scale.nbytes)
-
-    @property
-    def nan_code(self) -> int:
-        return 255 if self.format.scale is FP32 else self.format.scale.nan_code
-
-    def code(self, word):
-        """What is counted of a scale."""
-        return (word >> 23) & Uint32(255) if self.format.scale is FP32 else word
-
     @cute.jit
     def hand_on(self, counts, found, row):
         """Add what this CTA has found to what others have."""
         thread = cute.arch.thread_idx()[0]
-        for i in range_constexpr(CODE_COUNT // THREADS):
-            code = i * THREADS + thread
-            number = ptx.load_shared(counts + code * 4, 4)[0]
-            if number > Uint32(0):
-                ptx.add_global(row + (Word.CODES + code) * 4, number)
+        for i in range(thread, COUNTED, THREADS):
+            number = ptx.load_shared(counts + i * 4, 4)[0]
+            if number != Uint32(0):
+                ptx.add_global(row + i * 4, number)
         if thread == 0:
             ptx.max_global(row + Word.AMAX * 4, ptx.load_shared(found, 4)[0])
 
@@ -171,7 +162,7 @@ class Watch:
     def larger(self, most, word):
         """Of the magnitudes in two words, each in its place."""
         if self.config.dtype.itemsize == 4:
-            return cutlass.max(most, word & Uint32(_MAGNITUDE))
+            return cutlass.max(most, word & Uint32(MAGNITUDE))
         return ptx.max_u16x2(most, word & Uint32(_MAGNITUDES))
 
     def as_fp32(self, most):
@@ -183,45 +174,6 @@ class Watch:
         if dtype == BFLOAT16:
             return most << 16
         return ptx.half_to_float(most, False).bitcast(Uint32)
-
-    @cute.jit
-    def copy_picks(self, x, data, scale, places, row, sizes):
-        """Of elements past the end there are zeros."""
-        lines, across, k = sizes
-        (height, size), stored = self.format.block, self.format.element.stored(self.format.block[1])
-        count = places.shape[0]
-        at = Row.of(self.format, count)
-        step = cute.arch.grid_dim()[0] * THREADS
-        first = cute.arch.block_idx()[0] * THREADS + cute.arch.thread_idx()[0]
-        for i in range(first, count * size, step):
-            line, block = self.pick(places, i // size, across)
-            value = self.load_element(x, (line, block * size + i % size), (lines, k))
-            ptx.store_global(row + (Int64(at.x) + i) * 4, [value.bitcast(Uint32)], 4)
-        for i in range(first, count * stored, step):
-            line, block = self.pick(places, i // stored, across)
-            place = Int64(line) * data.stride[0]
-            place += (Int64(block) * stored + i % stored) * data.stride[1]
-            byte = ptx.load_global(data.iterator.toint() + place, 1)
-            ptx.store_global(row + Int64(at.data) * 4 + i, [byte], 1)
-        for i in range(first, count, step):
-            line, block = self.pick(places, i, across)
-            word = self.load_scale(scale, (line // height, block), k)
-            ptx.store_global(row + (Int64(at.scale) + i) * 4, [word], 4)
-
-    def pick(self, places, i, across):
-        """Line and block of a pick."""
-        place = Int32(ptx.load_global(places.iterator.toint() + Int64(i) * 4, 4))
-        return place // across, place % across
-
-    def load_element(self, x, where, sizes):
-        """As fp32; past the end, 0."""
-        (line, along), (lines, k), dtype = where, sizes, self.config.dtype
-        inside = cutlass.min(line, lines - 1), cutlass.min(along, k - 1)
-        place = Int64(inside[0]) * x.stride[0] + Int64(inside[1]) * x.stride[1]
-        word = ptx.load_global(x.iterator.toint() + place * dtype.itemsize, dtype.itemsize)
-        value = element(word, 0, dtype)
-        known = (line < lines) & (along < k)
-        return Float32(cutlass.select_(known, value, Float32(0.0)))
 
     @cute.jit
     def find_nonfinite(self, x, scale, found, row, sizes):
@@ -271,7 +223,7 @@ class Watch:
         for i in range(thread, height * size, THREADS):
             where = line * height + i // size, block * size + i % size
             bits = self.load_element(x, where, (lines, k)).bitcast(Uint32)
-            if (bits & Uint32(_MAGNITUDE)) >= Uint32(_INFINITY):
+            if (bits & Uint32(MAGNITUDE)) >= Uint32(_INFINITY):
                 ptx.max_shared(found + 8, Uint32(height * size - i))
         cute.arch.sync_threads()
         left = Int32(ptx.load_shared(found + 8, 4)[0])

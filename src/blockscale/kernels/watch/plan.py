@@ -15,7 +15,7 @@ from ...formats import Format
 from ...memory import as_bytes
 from ..common.gpu import Gpu, Unsupported
 from ..common.runtime import FLOATS, describe, require_gpu
-from .config import Row, WatchConfig, ctas_of
+from .config import WatchConfig, ctas_of
 
 __all__ = ["Lines", "Matrix", "WatchPlan", "plan_watch"]
 
@@ -59,15 +59,14 @@ class Lines(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WatchPlan:
-    """What is launched for matrices alike; ``row``: where what is written lies."""
+    """What is launched for matrices alike; ``places``: blocks that are picked."""
 
     run: Callable[..., Any]
-    row: Row
     sizes: tuple[int, int, int]  # lines, elements of a line, CTAs
     places: Tensor
 
     def __call__(self, lines: Lines, rows: Tensor, which: int) -> None:
-        """Write row ``which`` of ``rows``, int32 (any, ``row.words``), which is zeros before."""
+        """Write row ``which`` of ``rows``, int32 (any, ``row_words(picks)``), zeros before."""
         self.run(*lines, self.places, (rows, which), self.sizes)
 
 
@@ -103,7 +102,7 @@ def plan_watch(
         raise Unsupported("scale: does not lie as a kernel writes it")
     scales = matrix.scale.nbytes // format.scale.nbytes
     sizes = lines, k, ctas_of(scales, nbytes, gpu.multiprocessors)
-    return WatchPlan(gpu.load(config), Row.of(format, len(places)), sizes, places)
+    return WatchPlan(gpu.load(config), sizes, places)
 
 
 def _check_source(x: Tensor, shape: tuple[int, int]) -> None:
