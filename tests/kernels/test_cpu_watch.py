@@ -35,7 +35,7 @@ def both(x: Tensor | None, q: bs.ScaledTensor) -> tuple[np.ndarray, np.ndarray]:
     assert kernels.add(0, x, q)
     limits = None if x is None else tuple(torch.aminmax(x))
     wanted = evaluate([take_sample(x, q, limits)])[0].vector.numpy()
-    return kernels.evaluate()[0].vector.numpy(), wanted
+    return kernels.evaluate()[0].vector, wanted
 
 
 def check(x: Tensor | None, q: bs.ScaledTensor) -> np.ndarray:

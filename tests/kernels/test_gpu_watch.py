@@ -17,7 +17,7 @@ from blockscale.debug.form_numbers import Blocks, compare
 from blockscale.formats import FP32
 from blockscale.kernels.common.gpu import Unsupported
 from blockscale.kernels.watch.config import Word, row_words
-from blockscale.kernels.watch.plan import Lines, Matrix, plan_watch
+from blockscale.kernels.watch.plan import Matrix, plan_watch
 from blockscale.layouts import as_bytes
 from stand_in import chip
 
@@ -34,21 +34,22 @@ def values(shape: tuple[int, int], dtype: torch.dtype = BF16, seed: int = 0) -> 
     return x.to(dtype)
 
 
-def matrix_of(q: bs.ScaledTensor) -> Matrix:
-    scale = q.qscale
-    return Matrix(q.format, tuple(q.shape), q.axis, q.layout_name, q.qdata, scale, q.global_scale)
+def matrix_of(q: bs.ScaledTensor, turned: bool = False) -> Matrix:
+    data = as_bytes(q.qdata)
+    parts = data.mT if turned else data, q.qscale, q.global_scale
+    return Matrix(q.format, tuple(q.shape), q.axis, q.layout_name, *parts, turned)
 
 
 def look(
-    x: Tensor | None, q: bs.ScaledTensor, places: Tensor, arch: str = "sm_90a"
+    x: Tensor | None, q: bs.ScaledTensor, places: Tensor, arch: str, turned: bool
 ) -> tuple[dict[str, Tensor], Tensor]:
     """What the kernel writes into the second of three rows, by name, and the other two rows."""
-    matrix = matrix_of(q)
+    matrix = matrix_of(q, turned)
     with em.cutedsl(em.Device(arch, completion="late", check="all,exit_stores,global")):
         plan = plan_watch(x, matrix, places, torch.device("cpu"), chip(arch, 3))
         rows = torch.full((3, row_words(len(places))), POISON, dtype=torch.int32)
         rows[1] = 0
-        plan(Lines.of(x, matrix), rows, 1)
+        plan(x, (matrix.data, matrix.scale, matrix.global_scale), (rows, 1))
     found = rows[1]
     floats, doubles = found.view(torch.float32), found.view(torch.float64)
     return {
@@ -68,15 +69,23 @@ def lines_of(x: Tensor, axis: int) -> Tensor:
     return x if axis == -1 else x.mT
 
 
-def check(x: Tensor, q: bs.ScaledTensor, count: int = 40, arch: str = "sm_90a", given=True) -> dict:
-    """Count, and pick, by what the tensor's compact scales and bytes are."""
+def check(
+    x: Tensor,
+    q: bs.ScaledTensor,
+    count: int = 40,
+    arch: str = "sm_90a",
+    *,
+    given: bool = True,
+    turned: bool = False,
+) -> dict[str, Tensor]:
+    """Count, and compare, by what the tensor's compact scales and bytes are."""
     scale = lines_of(q.compact_bytes(), q.axis)
     codes = scale if scale.dtype == torch.uint8 else (scale.view(torch.int32) >> 23) & 255
     across = scale.shape[1]
     total = lines_of(x, q.axis).shape[0] * across
     places = torch.randint(total, (count,), generator=torch.Generator().manual_seed(1)).int()
     places[-1] = total - 1
-    found, others = look(x if given else None, q, places, arch)
+    found, others = look(x if given else None, q, places, arch, turned)
     assert (others == POISON).all()
     counts = torch.bincount(codes.flatten().int(), minlength=256)
     assert torch.equal(found["codes"].long(), counts)
@@ -139,7 +148,7 @@ def test_numbers(format: str, layout: str, axis: int):
     x = values((200, 272))
     for k_major in (False, True):
         q = bs.quantize(x, format, axis, layout=layout, pad=True, k_major=k_major)
-        check(x, q)
+        check(x, q, turned=q.qdata.stride(-1) != 1)
 
 
 @pytest.mark.kernels

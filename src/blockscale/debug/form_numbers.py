@@ -4,7 +4,7 @@ read back once."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,14 +13,15 @@ from torch import Tensor
 
 from ..error_sums import SLACK
 from ..formats import FP32, UE4M3, Format, formats
+from ..kernels.cpu.spec import scale_values
+from ..kernels.cpu.watching import HEAD, MAGNITUDES, SUMS
 from .form_samples import CODES, About, Picks, Sample, counted, nan_code
 
-__all__ = ["COMPARED", "MAGNITUDES", "Blocks", "Measured", "compare", "evaluate", "numbers_of"]
+__all__ = ["COMPARED", "Blocks", "Measured", "compare", "evaluate", "numbers_of"]
 
-MAGNITUDES = 24  # bins of |x| over the largest of its block, an octave each, the last with the rest
-_SUMS = ("compared", "signal", "noise", "zeros", "flushed", "saturated")
-COMPARED = len(_SUMS) + MAGNITUDES
+COMPARED = len(SUMS) + MAGNITUDES
 _MASK = 0x7FFFFFFF
+_UE4M3 = scale_values(UE4M3).view(np.float32).tolist()
 
 
 class Measured(NamedTuple):
@@ -182,26 +183,27 @@ def _first(last: Tensor) -> Tensor:
 def numbers_of(parts: Sequence[tuple[About, np.ndarray]]) -> dict[str, Any]:
     """Of all calls of a layer in a step: those of each sample, as a line of the file has them."""
     about = parts[0][0]
-    sums = dict.fromkeys(_SUMS, 0.0)
-    magnitudes, exponents = np.zeros(MAGNITUDES), dict[int, int]()
+    exponents: dict[int, int] = {}
     amax, elements, blocks, zero_blocks, nonfinite = 0.0, 0, 0, 0, 0
+    total = [0.0] * COMPARED
     where: dict[str, Any] = {}
-    for sample, vector in parts:
-        largest, first, scalar = vector[:3].tolist()
-        codes, rest = vector[3 : 3 + CODES], vector[3 + CODES :]
+    for form, vector in parts:
+        numbers = vector.tolist()
+        largest, first, scalar = numbers[:HEAD]
+        codes, rest = numbers[HEAD : HEAD + CODES], numbers[HEAD + CODES :]
         amax = max(amax, largest) if math.isfinite(largest + amax) else math.nan
-        elements += math.prod(sample.shape)
-        blocks += math.prod(sample.blocks)
-        found, zero = _exponents(codes, sample.format, scalar)
-        for exponent, count in found.items():
+        elements += math.prod(form.shape)
+        blocks += math.prod(form.blocks)
+        there = np.flatnonzero(vector[HEAD : HEAD + CODES]).tolist()
+        for exponent, count in _exponents(there, codes, form.format, scalar):
             exponents[exponent] = exponents.get(exponent, 0) + count
-        zero_blocks += zero
-        bad = int(codes[nan_code(sample.format)])
+        zero_blocks += int(sum(codes[: _least(form.format)]))
+        bad = int(codes[nan_code(form.format)])
         if bad and not nonfinite:
-            where = _where(sample, int(first), *rest[-2:])
+            where = _where(form, int(first), *rest[-2:])
         nonfinite += bad
-        sums = {name: sums[name] + value for name, value in zip(_SUMS, rest.tolist(), strict=False)}
-        magnitudes = magnitudes + rest[len(_SUMS) : -2]
+        total = [a + b for a, b in zip(total, rest, strict=False)]
+    sums = dict(zip(SUMS, total, strict=False))
     n = sums["compared"]
     knows = n > 0
     return {
@@ -221,26 +223,27 @@ def numbers_of(parts: Sequence[tuple[About, np.ndarray]]) -> dict[str, Any]:
         "underflow": sums["flushed"] / n if knows else None,
         "saturated": sums["saturated"] / n if knows else None,
         "zeros": sums["zeros"] / n if knows else None,
-        "magnitude_histogram": magnitudes.astype(int).tolist() if knows else None,
+        "magnitude_histogram": [int(count) for count in total[len(SUMS) :]] if knows else None,
     }
 
 
-def _exponents(codes: np.ndarray, format: Format, scalar: float) -> tuple[dict[int, int], int]:
-    """Count how often each floor(log2(scale)) occurs, and the blocks of zeros."""
-    least = 2 if format.scale is FP32 else 1  # of zeros fp32 has its smallest normal number
-    found: dict[int, int] = {}
+def _least(format: Format) -> int:
+    """The first code that is of no zeros: of these fp32 has its smallest normal number."""
+    return 2 if format.scale is FP32 else 1
+
+
+def _exponents(
+    there: Sequence[int], codes: Sequence[float], format: Format, scalar: float
+) -> Iterator[tuple[int, int]]:
+    """floor(log2(scale)) of the codes that are ``there``, and how often each occurs."""
+    least, nan = _least(format), nan_code(format)
     factor = 1.0 if math.isnan(scalar) else scalar
-    for code in np.flatnonzero(codes).tolist():
-        if least <= code < nan_code(format):
-            count = int(codes[code])
+    for code in there:
+        if least <= code < nan:
             if format.scale is UE4M3:
-                high, low = code >> 3, code & 7
-                value = math.ldexp(8 + low, high - 10) if high else math.ldexp(low, -9)
-                exponent = math.frexp(value * factor)[1] - 1
+                yield math.frexp(_UE4M3[code] * factor)[1] - 1, int(codes[code])
             else:
-                exponent = code - 127
-            found[exponent] = found.get(exponent, 0) + count
-    return found, int(codes[:least].sum())
+                yield code - 127, int(codes[code])
 
 
 def _percentiles(exponents: dict[int, int]) -> dict[str, int] | None:

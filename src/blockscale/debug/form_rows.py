@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ..kernels.cpu.watching import HEAD, LENGTH, MAGNITUDES
 from ..kernels.watch.config import Word, row_words
-from ..kernels.watch.plan import Lines, WatchPlan
+from ..kernels.watch.plan import WatchPlan
+from ..nn.quantize_launches import Parts
 from .form_numbers import Measured
 from .form_samples import CODES, About
 
@@ -42,17 +43,19 @@ class FormRows:
     def __init__(self) -> None:
         self._kept: dict[Any, list[_Kept]] = {}
 
-    def add(self, number: int, way: RowWay, lines: Lines) -> None:
-        """Keep the row of a form by its ``number``."""
-        kept = self._room(lines.data.device, row_words(len(way.plan.places)))
-        way.plan(lines, kept.rows, len(kept.ways))
+    def add(self, number: int, way: RowWay, x: Tensor | None, parts: Parts) -> None:
+        """Keep the row of a form of these parts, which was made of ``x``, by its ``number``."""
+        kept = self._room(way)
+        way.plan(x, parts, (kept.rows, len(kept.ways)))
         kept.ways.append(way)
         kept.numbers.append(number)
 
-    def _room(self, device: torch.device, words: int) -> _Kept:
-        alike = self._kept.setdefault((device, words), [])
+    def _room(self, way: RowWay) -> _Kept:
+        places = way.plan.places
+        alike = self._kept.setdefault((places.device, len(places)), [])
         if not alike or len(alike[-1].ways) == _ROWS:
-            rows = torch.zeros(_ROWS, words, dtype=torch.int32, device=device)
+            shape = _ROWS, row_words(len(places))
+            rows = torch.zeros(shape, dtype=torch.int32, device=places.device)
             alike.append(_Kept(rows, [], []))
         return alike[-1]
 

@@ -135,22 +135,6 @@ class Layer(NamedTuple):
         recipe = self.metadata.recipe
         return WeightLaunch(self.weight, self.device, recipe, axis, reuses=self.reuses)
 
-    def tell(
-        self,
-        role: str,
-        x: Tensor,
-        launch: OperandLaunch,
-        rows: Parts | None,
-        columns: Parts | None,
-    ) -> None:
-        """The observer, of the parts of an operand that ``launch`` has quantized."""
-        how = self.metadata.recipe.operand(role)
-        for product, parts, axis in zip(PRODUCTS_OF[role], (rows, columns), (-1, -2), strict=True):
-            if parts is not None:
-                made = observing.Made(launch, parts, axis)
-                known = how.along(axis).hadamard is None  # else nobody has what was quantized
-                observing.saw(role, x.detach() if known else None, **{product: made})
-
     def x_quantizer(self, address: int = 0, *, rows: bool, columns: bool) -> OperandLaunch:
         """Of ``x``, a matrix at ``address``."""
         shape, k = self.metadata.x_shape, self.weight[0][1]
@@ -200,7 +184,7 @@ class LayerPlan:
         rows, columns = self._x(matrix, None, seed_of(seed, "activations"))
         assert rows is not None
         if observing.observer is not None:
-            self._layer.tell("activations", matrix, self._x, rows, columns)
+            _tell("activations", matrix, self._x, rows, columns)
         y, global_scale = self._fprop(rows, weight, bias, dgrad=dgrad, seed=seed)
         return y, (columns, global_scale)
 
@@ -247,7 +231,6 @@ class FpropPlan:
 
     def __init__(self, layer: Layer, x: OperandLaunch, bias: Tensor | None) -> None:
         shape = *layer.metadata.x_shape[:-1], layer.weight[0][0]
-        self._layer = layer
         self._weight = layer.weight_launch(-1)
         self._multiply = ProductLaunch(
             ProductOperand(x, -1),
@@ -270,7 +253,7 @@ class FpropPlan:
         """The product, and the weight's global scale."""
         w = self._weight(weight, dgrad=dgrad, seed=seed_of(seed, "weights"))
         if observing.observer is not None:
-            self._layer.tell("weights", weight, self._weight.launch, w, None)
+            _tell("weights", weight, self._weight.launch, w, None)
         return self._multiply(rows, w, None if bias is None else bias.detach()), w.global_scale
 
 
@@ -283,7 +266,6 @@ class BackwardPlan:
 
     def __init__(self, layer: Layer, x: OperandLaunch, dgrad: bool, wgrad: bool) -> None:
         self._x, (x_dtype, w_dtype, self._bias_dtype) = x, layer.metadata.dtypes
-        self._layer = layer
         x_shape, device = layer.metadata.x_shape, layer.device
         self._quantize: OperandLaunch | None = None
         self._dgrad: ProductLaunch | None = None
@@ -319,14 +301,14 @@ class BackwardPlan:
         if self._quantize is not None:
             rows, g_columns = self._quantize(g, None, seed_of(seed, "gradients"))
             if observing.observer is not None:
-                self._layer.tell("gradients", g, self._quantize, rows, g_columns)
+                _tell("gradients", g, self._quantize, rows, g_columns)
         if self._dgrad is not None:
             assert rows is not None
             assert weight is not None
             scale = global_scale if self._one_scale else None
             w = self._weight(weight, scale, seed=seed_of(seed, "weights"))
             if observing.observer is not None:
-                self._layer.tell("weights", weight, self._weight.launch, None, w)
+                _tell("weights", weight, self._weight.launch, None, w)
             of_x = self._dgrad(rows, w)
         del rows  # the peak of memory is in the product to come
         if self._wgrad is not None:
@@ -340,6 +322,17 @@ class BackwardPlan:
         if bias_grad:
             of_bias = g.sum(0, dtype=torch.float32).to(self._bias_dtype)
         return of_x, of_weight, of_bias
+
+
+def _tell(
+    role: str, x: Tensor, launch: OperandLaunch, rows: Parts | None, columns: Parts | None
+) -> None:
+    """The observer, of the parts of an operand that ``launch`` has quantized."""
+    for product, parts, axis in zip(PRODUCTS_OF[role], (rows, columns), (-1, -2), strict=True):
+        if parts is not None:
+            made = observing.Made(launch, parts, axis)
+            given = None if launch.is_transformed(axis) else x  # else nobody has what was quantized
+            observing.saw(role, given, **{product: made})
 
 
 def _matrix(x: Tensor) -> Tensor:

@@ -44,6 +44,9 @@ class _MethodLaunch(QuantizeLaunch):
         request = request._replace(square=how.square, stochastic=how.draws, scaling=how.scaling)
         return request._replace(hadamard=size, draws_signs=how.random_signs), None, None
 
+    def is_transformed(self, axis: int) -> bool:
+        return self._how.hadamard is not None
+
     def _amax_request(self, request: quantizers.Request) -> quantizers.Request:
         plain = super()._amax_request(request)
         if not request.hadamard:
@@ -86,6 +89,10 @@ class _ApartLaunch:
 
     def unwritten(self, axis: int) -> Parts:
         found: Parts = self._launches[axis].unwritten(axis)
+        return found
+
+    def is_transformed(self, axis: int) -> bool:
+        found: bool = self._launches[axis].is_transformed(axis)
         return found
 
     def is_turned(self, axis: int) -> bool:

@@ -22,10 +22,6 @@ class Operand(NamedTuple):
     rows: Quantization = PLAIN
     columns: Quantization = PLAIN
 
-    def along(self, axis: int) -> Quantization:
-        """Of the form along an axis."""
-        return self.rows if axis == -1 else self.columns
-
     @property
     def is_plain(self) -> bool:
         """Whether each element is rounded to nearest, by a scale of its block."""
@@ -47,5 +43,5 @@ class Operand(NamedTuple):
 
     def contraction(self, axis: int, size: int) -> int:
         """Elements along ``axis``, with the zeros that fill the last block of a transform."""
-        hadamard = self.along(axis).hadamard
+        hadamard = (self.rows if axis == -1 else self.columns).hadamard
         return size if hadamard is None else -(-size // hadamard.size) * hadamard.size

@@ -181,6 +181,10 @@ class QuantizeLaunch:
         scalar = torch.empty((), dtype=torch.float32, device=_META) if scaled else None
         return Parts(data.view(torch.uint8), scale, scalar)
 
+    def is_transformed(self, axis: int) -> bool:
+        """Whether a transform of what it is given is quantized."""
+        return False
+
     def is_turned(self, axis: int) -> bool:
         """Whether data lies column by column."""
         return self._outputs[axis].turned

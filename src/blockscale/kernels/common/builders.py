@@ -32,6 +32,7 @@ BUILDERS = {
 }
 #: Configurations whose kernels are made of code in other folders, too.
 _MADE_OF = {
+    "watch.config.WatchConfig": ("quantizers", "ranks"),
     "sm90.mega_config.MegaConfig": ("mega", "ranks"),
     "sm90.mega_config.MixedMegaConfig": ("mega", "ranks"),
     "sm90.gather_config.GatherConfig": ("ranks",),

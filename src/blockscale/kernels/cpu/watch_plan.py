@@ -14,7 +14,7 @@ from ...formats import FP32
 from ...memory import memory_of
 from ...rounding import FP32_ONE, float32_bits
 from ..common.gpu import Unsupported
-from ..watch.plan import Lines, Matrix
+from ..watch.plan import Matrix
 from .calls import ITEMS
 from .spec import scale_values, values
 from .watching import LENGTH, WIDTH, Shape
@@ -36,11 +36,11 @@ class CpuWatchPlan:
     places: np.ndarray
     constants: tuple[np.ndarray, np.ndarray, np.float32]
 
-    def __call__(self, x: Tensor | None, matrix: Matrix) -> np.ndarray:
-        """The vector of a matrix: see ``watching``."""
+    def __call__(self, x: Tensor | None, parts: tuple[Tensor, Tensor, Tensor | None]) -> np.ndarray:
+        """The vector of a matrix of these data, scales and global scale: see ``watching``."""
         from . import compiled
 
-        data, scale, scalar = matrix[-3:]
+        data, scale, scalar = parts
         items = _NOTHING if x is None else memory_of(x, ITEMS[x.dtype], x.numel())
         scale8, scale32 = _NONE8, _NONE32
         if scale.dtype == torch.float32:
@@ -68,15 +68,15 @@ def plan_watch(x: Tensor | None, matrix: Matrix, places: np.ndarray) -> CpuWatch
         raise Unsupported(f"format {format.name}, layout {matrix.layout}: the loop knows neither")
     if len(shape) != 2 or 0 in shape:
         raise Unsupported(f"shape {tuple(shape)}: the loop takes matrices with elements")
-    given = Lines.of(x, matrix)
-    if not (_lies_together(given.data) and given.scale.is_contiguous()):
+    if not (_lies_together(matrix.data) and matrix.scale.is_contiguous()):
         raise Unsupported("data, scale: have gaps")
     if x is not None and (x.dtype not in ITEMS or x.shape != shape or not _lies_together(x)):
         raise Unsupported(f"x: {x.dtype} {tuple(x.shape)} with strides {x.stride()}")
-    (height, size), (lines, k) = format.block, shape if axis == -1 else shape[::-1]
-    x_line, x_along = (0, 0) if given.x is None else given.x.stride()
-    data_line, data_along = given.data.stride()
-    scale_line, scale_block = given.scale.stride() if axis == -1 else given.scale.stride()[::-1]
+    step = 1 if axis == -1 else -1
+    (height, size), (lines, k) = format.block, shape[::step]
+    x_line, x_along = (0, 0) if x is None else x.stride()[::step]
+    data_line, data_along = matrix.data.stride()[::step]
+    scale_line, scale_block = matrix.scale.stride()[::step]
     found = Shape(
         lines=lines,
         k=k,

@@ -14,7 +14,9 @@ from .intrinsics import as_bits, as_float, shr
 __all__ = ["CODES", "HEAD", "LENGTH", "MAGNITUDES", "SUMS", "WIDTH", "Shape"]
 
 _MASK = 0x7FFFFFFF
-CODES, MAGNITUDES = 256, 24
+CODES = 256
+#: Bins of |x| over the largest of its block, an octave each, the last with all that is smaller.
+MAGNITUDES = 24
 #: What the sums of a vector are, in their order.
 SUMS = ("compared", "signal", "noise", "zeros", "flushed", "saturated")
 #: A vector: the largest magnitude, the number of the first block that is not finite and the global

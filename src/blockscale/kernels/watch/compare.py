@@ -21,7 +21,7 @@ MAGNITUDE = 0x7FFFFFFF  # of fp32
 
 
 class Comparison:
-    """Of lines that blocks run along, as ``Watch`` is given them."""
+    """Of lines, along which blocks run: rows or columns of what ``Watch`` is given."""
 
     def __init__(self, config: WatchConfig):
         self.config = config
@@ -45,7 +45,8 @@ class Comparison:
         """As fp32; past the end, 0."""
         (line, along), (lines, k), dtype = where, sizes, self.config.dtype
         inside = cutlass.min(line, lines - 1), cutlass.min(along, k - 1)
-        place = Int64(inside[0]) * x.stride[0] + Int64(inside[1]) * x.stride[1]
+        down, right = x.stride if self.config.axis == -1 else x.stride[::-1]
+        place = Int64(inside[0]) * down + Int64(inside[1]) * right
         word = ptx.load_global(x.iterator.toint() + place * dtype.itemsize, dtype.itemsize)
         value = element(word, 0, dtype)
         known = (line < lines) & (along < k)
@@ -103,10 +104,12 @@ class Comparison:
         (line, block, own), format = where, self.format
         stored = format.element.stored(format.block_size)
         width = format.element.stored(LANE)
+        rows = self.config.axis == -1 or self.config.turned
+        down, right = data.stride if rows else data.stride[::-1]
         word = Uint32(0)
         for i in range(width):
             along = Int64(block) * stored + own * width + i
-            place = Int64(line) * data.stride[0] + along * data.stride[1]
+            place = Int64(line) * down + along * right
             word = word | ptx.load_global(data.iterator.toint() + place, 1) << (8 * i)
         found = dequantize_ptx.values([word], format.element.name, LANE)
         limit = ptx.multiply(scale, Float32(float(np.float32(format.element.max * SLACK))))

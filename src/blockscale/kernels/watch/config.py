@@ -32,7 +32,8 @@ class WatchConfig:
     Attributes:
         dtype: of what was quantized; None where nobody has it.
         layout: of the scales.
-        axis: of the contraction in the tensor whose compact scales are given.
+        axis: that blocks run along, in what was quantized.
+        turned: data lies column by column.
     """
 
     arch: str
@@ -40,6 +41,7 @@ class WatchConfig:
     dtype: np.dtype | None
     layout: str
     axis: int
+    turned: bool
     has_global_scale: bool
 
 

@@ -43,12 +43,12 @@ class Watch(Comparison):
 
     @cute.jit
     def __call__(self, x, data, scale, global_scale, places, row, sizes, stream):
-        """Launch, of a matrix of lines along whose elements blocks run.
+        """Launch, of a matrix of lines, rows or columns, along which blocks run.
 
-        ``x`` (lines, K), None where nobody has it; ``data`` (lines, bytes); ``scale`` as its layout
-        stores it; ``global_scale`` () fp32 or None; ``places`` (n,) int32, picked blocks, counted
-        along lines; ``row``: (any, ``row_words(n)``) int32, and which of these rows is written,
-        zeros before; ``sizes``: lines, elements of a line, and CTAs.
+        ``x`` (M, K), None where nobody has it; ``data`` as it lies; ``scale`` as its layout stores
+        it; ``global_scale`` () fp32 or None; ``places`` (n,) int32, picked blocks, counted along
+        lines; ``row``: (any, ``row_words(n)``) int32, and which of these rows is written, zeros
+        before; ``sizes``: lines, elements of a line, and CTAs.
         """
         self.kernel(x, data, scale, global_scale, places, row, sizes[:2]).launch(
             grid=(sizes[2], 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True

@@ -12,12 +12,11 @@ from torch import Tensor
 
 from ...dtypes import from_torch
 from ...formats import Format
-from ...memory import as_bytes
 from ..common.gpu import Gpu, Unsupported
 from ..common.runtime import FLOATS, describe, require_gpu
 from .config import WatchConfig, ctas_of
 
-__all__ = ["Lines", "Matrix", "WatchPlan", "plan_watch"]
+__all__ = ["Matrix", "WatchPlan", "plan_watch"]
 
 _MOST = 1 << 31  # what 32 bits count
 
@@ -26,7 +25,7 @@ class Matrix(NamedTuple):
     """A quantized matrix.
 
     Attributes:
-        data: as ``ScaledTensor.qdata``: of ``shape``, but for elements that share a byte.
+        data: bytes of elements, as ``ScaledTensor.qdata`` or, if ``turned``, its transpose.
         scale: as ``layout`` stores it.
         axis: that blocks run along.
     """
@@ -38,23 +37,7 @@ class Matrix(NamedTuple):
     data: Tensor
     scale: Tensor
     global_scale: Tensor | None
-
-
-class Lines(NamedTuple):
-    """Parts of a matrix, with the lines that blocks run along as rows: what was quantized, if
-    anybody has it, bytes of data, and scales as their layout stores them."""
-
-    x: Tensor | None
-    data: Tensor
-    scale: Tensor
-    global_scale: Tensor | None
-
-    @classmethod
-    def of(cls, x: Tensor | None, matrix: Matrix) -> Lines:
-        data, scale = as_bytes(matrix.data), as_bytes(matrix.scale)
-        if matrix.axis == -2:
-            x, data = None if x is None else x.mT, data.mT
-        return cls(x, data, scale, matrix.global_scale)
+    turned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +48,12 @@ class WatchPlan:
     sizes: tuple[int, int, int]  # lines, elements of a line, CTAs
     places: Tensor
 
-    def __call__(self, lines: Lines, rows: Tensor, which: int) -> None:
-        """Write row ``which`` of ``rows``, int32 (any, ``row_words(picks)``), zeros before."""
-        self.run(*lines, self.places, (rows, which), self.sizes)
+    def __call__(
+        self, x: Tensor | None, parts: tuple[Tensor, Tensor, Tensor | None], row: tuple[Tensor, int]
+    ) -> None:
+        """Write one of the rows of a tensor, int32 (any, ``row_words(picks)``), zeros before, of
+        data and scales as bytes, and the global scale."""
+        self.run(x, *parts, self.places, row, self.sizes)
 
 
 def plan_watch(
@@ -96,6 +82,7 @@ def plan_watch(
         dtype=None if x is None else from_torch(x.dtype),
         layout=matrix.layout,
         axis=axis,
+        turned=matrix.turned,
         has_global_scale=matrix.global_scale is not None,
     )
     if not matrix.scale.is_contiguous() or matrix.scale.storage_offset() % 4:
