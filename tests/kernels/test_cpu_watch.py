@@ -14,9 +14,9 @@ from blockscale.debug.form_kernels import FormKernels
 from blockscale.debug.form_numbers import evaluate
 from blockscale.debug.form_samples import take_sample
 from blockscale.kernels.common.gpu import Unsupported
+from blockscale.kernels.common.matrix import Matrix
 from blockscale.kernels.cpu.watch_plan import plan_watch
 from blockscale.kernels.cpu.watching import SUMS
-from blockscale.kernels.watch.plan import Matrix
 
 FORMATS = ["mxfp8", "mxfp8_e5m2", "mxfp4", "nvfp4", "fp8_1x128", "fp8_128x128"]
 _SIGNAL = 3 + 256 + SUMS.index("signal")

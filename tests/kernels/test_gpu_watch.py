@@ -16,8 +16,9 @@ from blockscale import emulator as em
 from blockscale.debug.form_numbers import Blocks, compare
 from blockscale.formats import FP32
 from blockscale.kernels.common.gpu import Unsupported
+from blockscale.kernels.common.matrix import Matrix
 from blockscale.kernels.watch.config import Word, row_words
-from blockscale.kernels.watch.plan import Matrix, plan_watch
+from blockscale.kernels.watch.plan import plan_watch
 from blockscale.layouts import as_bytes
 from stand_in import chip
 

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from ..kernels.common.gpu import Unsupported
+from ..kernels.common.matrix import Matrix
 from ..kernels.common.runtime import describe, gpu_of
 from ..kernels.cpu.watch_plan import CpuWatchPlan
 from ..kernels.cpu.watch_plan import plan_watch as plan_on_cpu
-from ..kernels.watch.plan import Matrix, plan_watch
+from ..kernels.watch.plan import plan_watch
 from ..memory import as_bytes
 from ..nn.observing import Form, Made
 from ..nn.quantize_launches import Parts

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import base64
 import io
 import json
 import os
 from html import escape
 from pathlib import Path
 
+from ..page import facts, image, page, table
 from .curves import draw
 from .results import Comparison, Row
 from .saves import saved_runs
@@ -101,13 +101,7 @@ def write_report(comparison: Comparison, folder: Path) -> None:
 def html(comparison: Comparison, picture: bytes) -> str:
     """One page that needs no other file."""
     settings, text = comparison.settings, comparison.text
-    head = "".join(f"<th>{escape(column)}</th>" for column in COLUMNS)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells(row)) + "</tr>\n"
-        for row in comparison.rows()
-    )
-    verdict = "".join(f"<p>{escape(sentence)}</p>" for sentence in comparison.verdict())
-    facts = {
+    about = {
         "model": f"{comparison.runs[0].parameters:,} parameters: {settings.layers} layers of width "
         f"{settings.width}, {settings.heads} heads, sequences of {settings.context} bytes",
         **_experts(comparison),
@@ -120,16 +114,21 @@ def html(comparison: Comparison, picture: bytes) -> str:
         "made": f"{comparison.created} in {comparison.seconds:.0f} s",
         **comparison.versions,
     }
-    rows = "".join(
-        f"<tr><th>{escape(name)}</th><td>{escape(str(value))}</td></tr>\n"
-        for name, value in facts.items()
-    )
-    return _PAGE.format(
-        verdict=verdict,
-        head=head,
-        body=body,
-        picture=base64.b64encode(picture).decode("ascii"),
-        facts=rows,
+    return page(
+        "blockscale train",
+        "One model, several number formats",
+        "<p>A byte-level GPT trained with the same seeds and batches; only the products of its "
+        "transformer blocks differ. Losses are nats per byte.</p>",
+        *(f"<p>{escape(sentence)}</p>" for sentence in comparison.verdict()),
+        table(COLUMNS, map(cells, comparison.rows())),
+        '<p class="note">Means over the seeds; after ± the standard deviation over them. The train '
+        "loss is the mean of the last tenth of the steps. Saturated: elements larger than the "
+        "largest value times their block's scale. SQNR: energy of the exact values over that of "
+        "the error, along both axes that the products use.</p>",
+        "<h2>Loss</h2>",
+        image(picture, "Training and validation loss of each recipe, and the difference to bf16"),
+        "<h2>How it was made</h2>",
+        facts(about),
     )
 
 
@@ -148,56 +147,3 @@ def _experts(comparison: Comparison) -> dict[str, str]:
         f"{settings.expert_size} wide inside; balancing loss times {settings.balance:g}",
         "the most tokens of an expert, over the mean, in the last validation": loads,
     }
-
-
-_PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>blockscale train</title>
-<style>
-body {{ font: 16px/1.5 system-ui, sans-serif; color: #1c1c1c; background: #fff;
-       max-width: 68rem; margin: 2.5rem auto; padding: 0 1.5rem; }}
-h1 {{ font-size: 1.5rem; margin-bottom: 0; }}
-h2 {{ font-size: 1.1rem; margin: 2rem 0 .5rem; }}
-p {{ max-width: 56rem; }}
-img {{ width: 100%; height: auto; }}
-.wide {{ overflow-x: auto; }}
-table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; }}
-th, td {{ padding: .35rem .8rem; border-bottom: 1px solid #ddd; text-align: right; }}
-thead th {{ border-bottom: 2px solid #1c1c1c; font-weight: 600; vertical-align: bottom; }}
-th:first-child, td:first-child, .facts th, .facts td {{ text-align: left; padding-left: 0; }}
-tbody td {{ white-space: nowrap; }}
-.facts th {{ font-weight: 500; color: #666; white-space: nowrap; vertical-align: top; }}
-.facts td {{ overflow-wrap: anywhere; white-space: normal; }}
-.note {{ color: #666; font-size: .9rem; }}
-</style>
-</head>
-<body>
-<h1>One model, several number formats</h1>
-<p>A byte-level GPT trained with the same seeds and batches; only the products of its transformer
-blocks differ. Losses are nats per byte.</p>
-{verdict}
-<div class="wide">
-<table>
-<thead><tr>{head}</tr></thead>
-<tbody>
-{body}</tbody>
-</table>
-</div>
-<p class="note">Means over the seeds; after ± the standard deviation over them. The train loss is
-the mean of the last tenth of the steps. Saturated: elements larger than the largest value times
-their block's scale. SQNR: energy of the exact values over that of the error, along both axes that
-the products use.</p>
-<h2>Loss</h2>
-<img alt="Training and validation loss of each recipe, and the difference to bf16"
-     src="data:image/png;base64,{picture}">
-<h2>How it was made</h2>
-<div class="wide">
-<table class="facts">
-{facts}</table>
-</div>
-</body>
-</html>
-"""

@@ -14,7 +14,7 @@ from ...formats import FP32
 from ...memory import memory_of
 from ...rounding import FP32_ONE, float32_bits
 from ..common.gpu import Unsupported
-from ..watch.plan import Matrix
+from ..common.matrix import Matrix
 from .calls import ITEMS
 from .spec import scale_values, values
 from .watching import LENGTH, WIDTH, Shape

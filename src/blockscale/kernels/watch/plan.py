@@ -5,39 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...dtypes import from_torch
-from ...formats import Format
 from ..common.gpu import Gpu, Unsupported
+from ..common.matrix import Matrix
 from ..common.runtime import FLOATS, describe, require_gpu
 from .config import WatchConfig, ctas_of
 
-__all__ = ["Matrix", "WatchPlan", "plan_watch"]
+__all__ = ["WatchPlan", "plan_watch"]
 
 _MOST = 1 << 31  # what 32 bits count
-
-
-class Matrix(NamedTuple):
-    """A quantized matrix.
-
-    Attributes:
-        data: bytes of elements, as ``ScaledTensor.qdata`` or, if ``turned``, its transpose.
-        scale: as ``layout`` stores it.
-        axis: that blocks run along.
-    """
-
-    format: Format
-    shape: tuple[int, int]
-    axis: int
-    layout: str
-    data: Tensor
-    scale: Tensor
-    global_scale: Tensor | None
-    turned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
