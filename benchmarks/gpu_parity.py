@@ -22,6 +22,7 @@ import typer
 
 import blockscale as bs
 from blockscale import training
+from blockscale.nn.nvfp4 import METHODS
 from blockscale.training import saves
 from blockscale.training.run import Progress, train
 from blockscale.training.saves import Saves, Stopped
@@ -41,8 +42,8 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def _ablations() -> dict[str, bs.Recipe]:
-    """NVFP4's recipes with one part switched off."""
-    of = {name: dict(bs.Recipe.nvfp4(name).quantization) for name in ("nvidia", "ms_eden")}
+    """NVFP4's recipes with one part switched off, or that of another one."""
+    of = {name: dict(bs.Recipe.nvfp4(name).quantization) for name in METHODS}
     stochastic = bs.Quantization(stochastic=True, hadamard=bs.Hadamard(128), random_signs=True)
     changes: dict[str, tuple[str, dict[str, Any]]] = {
         "nvidia without squares": ("nvidia", {"weights": bs.Quantization()}),
@@ -51,6 +52,17 @@ def _ablations() -> dict[str, bs.Recipe]:
             {
                 "gradients.dgrad": bs.Quantization(),
                 "gradients.wgrad": of["nvidia"]["activations.wgrad"],
+            },
+        ),
+        "four_over_six without squares": (
+            "four_over_six",
+            {"weights": bs.Quantization(scaling="four_over_six")},
+        ),
+        "four_over_six, ms_eden in wgrad": (
+            "four_over_six",
+            {
+                "gradients.wgrad": of["ms_eden"]["gradients"],
+                "activations.wgrad": of["ms_eden"]["activations.wgrad"],
             },
         ),
         "ms_eden without four over six": (
