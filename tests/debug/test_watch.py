@@ -227,6 +227,24 @@ class Bad(torch.autograd.Function):
         return grad + ctx.bad, None
 
 
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp6_e2m3"])
+def test_finite_values_that_become_infinite(recipe, tmp_path):
+    """Next to the largest of fp32 an element is rounded up to 2^128: the error has no decibel."""
+    model, x = Model((64, 32), recipe=bs.Recipe(recipe)), data()
+    x[3] = 3.38e38
+    assert bs.quantize(x, recipe).dequantize()[3].isinf().all()
+    with watch(model, out=tmp_path) as files:
+        model(x)
+    line = lines(files)[0]
+    assert (line["tensor"], line["product"], line["nonfinite_blocks"]) == (
+        "activations",
+        "fprop",
+        0,
+    )
+    assert line["amax"] == x.amax().item()
+    assert line["sqnr_db"] is None
+
+
 def test_a_loss_that_is_not_finite_needs_no_backward(tmp_path):
     """A loop that stops there leaves what was seen."""
     model, x = Model(), data()
@@ -372,6 +390,18 @@ def test_checkpoints(reentrant, tmp_path):
     )
     assert again == plain == last
     assert len(plain) == 12
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_that_ends_with_a_layer(reentrant, tmp_path):
+    """Its backward is what calls the layers anew, and is seen all the same."""
+    torch.manual_seed(0)
+    model = nn.Sequential(bs.convert(nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64)), MXFP8))
+    called = model[0].forward
+    model[0].forward = lambda x: checkpoint(called, x, use_reentrant=reentrant)
+    with watch(model, out=tmp_path) as files:
+        train(model, data().requires_grad_())
+    assert len(by_use(lines(files))) == 12
 
 
 def test_compiled(tmp_path):
