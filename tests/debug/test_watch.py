@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import math
 import re
@@ -16,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import blockscale as bs
 from blockscale.debug import NonfiniteWarning, WatchFiles, watch, write_watch_report
-from blockscale.debug.form_samples import SAMPLE
+from blockscale.debug.form_samples import SAMPLE, take_sample
 from blockscale.measure import error_sums
 from blockscale.nn import observing
 
@@ -243,6 +244,18 @@ def test_finite_values_that_become_infinite(recipe, tmp_path):
     )
     assert line["amax"] == x.amax().item()
     assert line["sqnr_db"] is None
+
+
+def test_nothing_as_large_as_scales_is_kept():
+    """A sample is small, and what was cached for it, too: numbers of all blocks stayed on a GPU."""
+    x = data(1031, 544)
+    x[1000, 70] = math.nan
+    q = bs.quantize(x)
+    sample = take_sample(x, q, None)
+    assert sample.first == 1000 * 17 + 2
+    del x, q
+    sizes = [each.numel() for each in gc.get_objects() if type(each) is Tensor]
+    assert 1031 * 17 not in sizes
 
 
 def test_a_loss_that_is_not_finite_needs_no_backward(tmp_path):
