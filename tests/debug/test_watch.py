@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import math
 import re
@@ -16,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import blockscale as bs
 from blockscale.debug import NonfiniteWarning, WatchFiles, watch, write_watch_report
-from blockscale.debug.form_samples import SAMPLE
+from blockscale.debug.form_samples import SAMPLE, take_sample
 from blockscale.measure import error_sums
 from blockscale.nn import observing
 
@@ -227,6 +228,36 @@ class Bad(torch.autograd.Function):
         return grad + ctx.bad, None
 
 
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp6_e2m3"])
+def test_finite_values_that_become_infinite(recipe, tmp_path):
+    """Next to the largest of fp32 an element is rounded up to 2^128: the error has no decibel."""
+    model, x = Model((64, 32), recipe=bs.Recipe(recipe)), data()
+    x[3] = 3.38e38
+    assert bs.quantize(x, recipe).dequantize()[3].isinf().all()
+    with watch(model, out=tmp_path) as files:
+        model(x)
+    line = lines(files)[0]
+    assert (line["tensor"], line["product"], line["nonfinite_blocks"]) == (
+        "activations",
+        "fprop",
+        0,
+    )
+    assert line["amax"] == x.amax().item()
+    assert line["sqnr_db"] is None
+
+
+def test_nothing_as_large_as_scales_is_kept():
+    """A sample is small, and what was cached for it, too: numbers of all blocks stayed on a GPU."""
+    x = data(1031, 544)
+    x[1000, 70] = math.nan
+    q = bs.quantize(x)
+    sample = take_sample(x, q, None)
+    assert sample.first == 1000 * 17 + 2
+    del x, q
+    sizes = [each.numel() for each in gc.get_objects() if type(each) is Tensor]
+    assert 1031 * 17 not in sizes
+
+
 def test_a_loss_that_is_not_finite_needs_no_backward(tmp_path):
     """A loop that stops there leaves what was seen."""
     model, x = Model(), data()
@@ -372,6 +403,18 @@ def test_checkpoints(reentrant, tmp_path):
     )
     assert again == plain == last
     assert len(plain) == 12
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_that_ends_with_a_layer(reentrant, tmp_path):
+    """Its backward is what calls the layers anew, and is seen all the same."""
+    torch.manual_seed(0)
+    model = nn.Sequential(bs.convert(nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64)), MXFP8))
+    called = model[0].forward
+    model[0].forward = lambda x: checkpoint(called, x, use_reentrant=reentrant)
+    with watch(model, out=tmp_path) as files:
+        train(model, data().requires_grad_())
+    assert len(by_use(lines(files))) == 12
 
 
 def test_compiled(tmp_path):

@@ -26,6 +26,8 @@ __all__ = ["FormKernels"]
 
 
 _UNKNOWN: Any = object()
+_LIMIT = 4096  # ways that are remembered, and with them launches of shapes that may come no more
+_CPU = torch.device("cpu")
 
 
 class _VectorWay(NamedTuple):
@@ -57,6 +59,8 @@ class FormKernels:
             )
         way = self._ways.get(key, _UNKNOWN)
         if way is _UNKNOWN:
+            if len(self._ways) >= _LIMIT:
+                self._ways.clear()
             way = self._ways[key] = _find_way(x, form, parts)
         if way is None:
             return False
@@ -101,8 +105,9 @@ def _find_way(x: Tensor | None, form: Form, parts: Parts) -> RowWay | _VectorWay
 
 @lru_cache(1024)
 def _places(grid: Grid, known: bool) -> Tensor:
-    """Picked blocks, counted along lines; none where nobody knows what they were made of."""
+    """Picked blocks, counted along lines; none where nobody knows what they were made of. Found on
+    the host: what a device's stream computes, kernels on another one may read too early."""
     if not known:
         return torch.empty(0, dtype=torch.int32, device=grid.device)
-    _, line, block = spread(grid)
-    return (line * grid.across + block).int()
+    _, line, block = spread(grid._replace(device=_CPU))
+    return (line * grid.across + block).int().to(grid.device)

@@ -281,5 +281,5 @@ def _where(sample: About, block: int, inside: float, value: float) -> dict[str, 
 
 
 def _decibel(signal: float, noise: float) -> float | None:
-    """None: nothing was lost, or there is nothing."""
-    return 10 * math.log10(signal / noise) if signal and noise else None
+    """None: nothing was lost, there is nothing, or a value became infinite: no JSON has -inf."""
+    return 10 * math.log10(signal / noise) if signal and 0 < noise < math.inf else None

@@ -52,7 +52,8 @@ class FormRows:
 
     def _room(self, way: RowWay) -> _Kept:
         places = way.plan.places
-        alike = self._kept.setdefault((places.device, len(places)), [])
+        key = places.device, len(places), _stream(places.device)
+        alike = self._kept.setdefault(key, [])
         if not alike or len(alike[-1].ways) == _ROWS:
             shape = _ROWS, row_words(len(places))
             rows = torch.zeros(shape, dtype=torch.int32, device=places.device)
@@ -71,6 +72,11 @@ class FormRows:
                     found[number] = Measured(way.about, vector)
         self._kept.clear()
         return found
+
+
+def _stream(device: torch.device) -> int:
+    """The stream that rows are made zeros on: another one may write before."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
 def _vectors(words: np.ndarray, abouts: list[About], known: bool) -> np.ndarray:

@@ -36,6 +36,7 @@ SAMPLE = 2**12  # elements of a form that are compared with what they were made 
 CODES = 256
 #: Of blocks: their matrix, line, and number in the line.
 Place = tuple[Tensor, Tensor, Tensor]
+_CPU = torch.device("cpu")
 _ROWS = 256  # of what experts make of others' rows: activations are computed for these alone
 
 
@@ -65,8 +66,7 @@ class Sample(NamedTuple):
 
     Attributes:
         histogram: int64 (256,), how often each code of a scale occurs (:func:`nan_code`).
-        first: int64, the number of the first block that is not finite; how many there are, or None,
-            if all are.
+        first: int64, the number of the first block that is not finite; any, or None, if all are.
         limits: the least and the largest value; None where nobody has the values.
         picks: None likewise, and of columns of groups.
     """
@@ -112,8 +112,7 @@ def take_sample(x: Any, q: ScaledTensor, limits: tuple[Tensor, Tensor] | None) -
     if code.is_cpu and not int(histogram[nan_code(q.format)]):  # to look costs nothing here
         first = None
     else:
-        order = _numbers(tuple(code.shape), code.device)
-        first = torch.where(code == nan_code(q.format), order, code.numel()).amin()
+        first = (code == nan_code(q.format)).flatten().view(torch.uint8).argmax()
     picks = None
     if x is not None and not q.k_grouped and _has_one_scale_a_matrix(q):
         picks = _pick(x, q, scale, first)
@@ -124,11 +123,6 @@ def take_sample(x: Any, q: ScaledTensor, limits: tuple[Tensor, Tensor] | None) -
 def _has_one_scale_a_matrix(q: ScaledTensor) -> bool:
     scalar = q.global_scale
     return scalar is None or scalar.numel() == 1 or scalar.shape == q.shape[:-2]
-
-
-@lru_cache(64)
-def _numbers(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.arange(torch.Size(shape).numel(), device=device).view(shape)
 
 
 def _pick(x: Any, q: ScaledTensor, scale: Tensor, first: Tensor | None) -> Picks:
@@ -180,13 +174,12 @@ def _blocks(lines: Tensor, size: int) -> Tensor:
 
 def _place(first: Tensor, scales: torch.Size, axis: int, height: int, lines: int) -> Place:
     """Of the lines of this block, which is counted as scales lie: matrix, line and block."""
-    matrices, down, across = scales
-    first = first.clamp(max=matrices * down * across - 1)
+    _, down, across = scales
     if axis == -1:
         line, block = first // across % down, first % across
     else:
         line, block = first % down, first // down % across
-    inside = _numbers((height,), first.device)
+    inside = torch.arange(height, device=first.device)
     line = (line * height + inside).clamp(max=lines - 1)
     return (first // (down * across)).expand(height), line, block.expand(height)
 
@@ -203,11 +196,13 @@ class Grid(NamedTuple):
 
 @lru_cache(1024)
 def spread(grid: Grid) -> Place:
-    """Some blocks, or all."""
+    """Some blocks, or all; found on the host, so that no stream may read them too early."""
     matrices, lines, across, wanted, device = grid
     total = matrices * lines * across
-    flat = _evenly(total, min(total, wanted), device)
-    return flat // (lines * across), flat // across % lines, flat % across
+    flat = _evenly(total, min(total, wanted), _CPU)
+    place = flat // (lines * across), flat // across % lines, flat % across
+    matrix, line, block = (each.to(device) for each in place)
+    return matrix, line, block
 
 
 @lru_cache(1024)
@@ -219,7 +214,8 @@ def _settled(grid: Grid, height: int) -> Place:
 @lru_cache(1024)
 def there_of(grid: Grid, length: int, size: int) -> Tensor:
     """Elements of blocks of lines of this ``length``."""
-    return (length - spread(grid)[2] * size).clamp(max=size)
+    block = spread(grid._replace(device=_CPU))[2]
+    return (length - block * size).clamp(max=size).to(grid.device)
 
 
 @lru_cache(64)

@@ -285,8 +285,13 @@ class _Seen:
         self._kernels = kernels
         self._waiting: list[tuple[int, Sample]] = []
         self._measured: dict[int, Measured] = {}
+        self._lock = threading.Lock()
 
     def add(self, name: str, role: str, x: Any, forms: dict[str, Form]) -> None:
+        with self._lock:  # autograd has a thread for each device, and torch.nn.DataParallel too
+            self._add(name, role, x, forms)
+
+    def _add(self, name: str, role: str, x: Any, forms: dict[str, Form]) -> None:
         backward = _in_backward()
         new = {}
         for product, form in forms.items():

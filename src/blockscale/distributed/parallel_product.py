@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -88,15 +89,16 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors  # before it is told where this is: checkpoints repeat the forward
         with torch.no_grad(), observing.at(ctx.site):
-            gradients = _gradients(ctx, grad)
+            gradients = _gradients(ctx, grad, saved)
         return *refuse_double_backward(gradients), None
 
 
-def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _gradients(ctx: Any, grad: Tensor, saved: Sequence[Any]) -> tuple[Tensor | None, ...]:
     dgrad, wgrad, bias_grad = ctx.needs_input_grad[:3]
     x_dtype, w_dtype, bias_dtype = ctx.dtypes
-    weight, scalar, x = ctx.saved_tensors
+    weight, scalar, x = saved
     grad_x = grad_weight = grad_bias = None
     quantized = passes.quantized_products(ctx.call.recipe)
     rows, columns = _forms(

@@ -67,9 +67,10 @@ class QuantizedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        # before it is told where this is: checkpoints call the layer anew for what is saved
+        x, weight, scalar, step = ctx.saved_tensors
         main_grad = open_main_grad("weight", ctx.leaf)
         with torch.no_grad(), observing.at(ctx.site):
-            x, weight, scalar, step = ctx.saved_tensors
             about = ctx.about._replace(seed=seed_of_numbers(ctx.seed, step))
             given = ctx.needs_input_grad[:3], about, grad
             gradients = passes.gradients(*given, x, weight, scalar, main_grad=main_grad)
