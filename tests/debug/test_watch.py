@@ -593,3 +593,32 @@ def test_transformed_forms_are_not_compared_with_what_they_were_made_of(tmp_path
         assert (line["sqnr_db"] is None) == transformed
         assert transformed or 8 < line["sqnr_db"] < 30
         assert line["scale_log2"]["spread"] >= 0
+
+
+def test_a_compiled_function_that_calls_the_model_is_not_seen(tmp_path):
+    """It runs as without a watch, whose hooks would be compiled; a warning says so."""
+    torch.compiler.reset()
+    model, x = Model(), data()
+    expected = train(copy.deepcopy(model), x)
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def step(x: Tensor) -> Tensor:
+        return model(x).square().mean()
+
+    with (
+        pytest.warns(UserWarning, match="no step of training was seen"),
+        watch(model, out=tmp_path) as files,
+    ):
+        loss = step(x)
+        loss.backward()
+    assert torch.equal(loss, expected)
+    assert lines(files) == []
+    assert "No step of training was seen" in files.html.read_text()
+
+
+def test_pages_are_made_by_names_of_files(tmp_path):
+    model = Model()
+    with watch(model, out=tmp_path) as files:
+        train(model, data())
+    write_watch_report(str(files.jsonl), str(tmp_path / "again.html"))
+    assert (tmp_path / "again.html").read_text() == files.html.read_text()

@@ -529,3 +529,58 @@ def test_layers_without_a_name_draw_a_number():
     torch.nn.Linear(8, 8)
     assert torch.equal(plain, torch.get_rng_state())
     torch.set_rng_state(before)
+
+
+def test_a_state_goes_on_where_layers_have_counted_differently():
+    """As where some blocks are checkpointed, and layers have numbers of their own."""
+    made = [bs.nn.Linear(64, 64, recipe=NVFP4) for _ in range(2)]
+    model = torch.nn.Sequential(*made)
+    x, g = random(32, 64), random(32, 64, seed=1)
+    for _ in range(3):
+        first = checkpoint(model[0], x.clone().requires_grad_(), use_reentrant=False)
+        model[1](first).backward(g)
+    state = json.loads(json.dumps(bs.nn.rounding_state(model)))
+    assert [count for _, count in state.values()] == [6, 3]
+    with pytest.raises(ValueError, match=r"'1' has counted 3 forward passes and '0' 6"):
+        bs.nn.rounding_step(model)
+    torch.manual_seed(5)
+    other = torch.nn.Sequential(*(bs.nn.Linear(64, 64, recipe=NVFP4) for _ in range(2)))
+    other.load_state_dict(model.state_dict())
+    bs.nn.load_rounding_state(other, state)
+    assert bs.nn.rounding_state(other) == state
+    found = []
+    for each in (model, other):
+        each.zero_grad()
+        each(x).backward(g)
+        found.append([p.grad for p in each.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    with pytest.raises(
+        ValueError, match=r"it lacks \['1'\], and has \['2'\] that the model has not"
+    ):
+        bs.nn.load_rounding_state(other, {"0": state["0"], "2": state["1"]})
+
+
+def test_layers_of_one_seed_begin_alike_whatever_rounds_in_them():
+    """Their numbers are of the generator's state, and differ where that is one."""
+
+    def made(recipe: bs.Recipe) -> list[bs.nn.Linear]:
+        torch.manual_seed(3)
+        return [bs.nn.Linear(64, 64, recipe=recipe) for _ in range(3)]
+
+    plain, first, again = made(bs.Recipe()), made(NVFP4), made(NVFP4)
+    for layers in zip(plain, first, again, strict=True):
+        assert len({layer.weight.sum().item() for layer in layers}) == 1
+    assert [a.rounding_start for a in first] == [b.rounding_start for b in again]
+    with torch.device("meta"):
+        same = [bs.nn.Linear(64, 64, recipe=NVFP4).rounding_start for _ in range(3)]
+    assert len({*same, *(layer.rounding_start for layer in first)}) == 6
+
+
+def test_wrappers_change_no_number():
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64))
+    wrapped = torch.compile(torch.nn.Sequential(torch.nn.Linear(64, 64)), backend="eager")
+    for each in (model, wrapped):
+        bs.convert(each, NVFP4)
+    assert (
+        bs.nn.rounding_state(model) == bs.nn.rounding_state(wrapped) == {"0": [number_of("0"), 0]}
+    )

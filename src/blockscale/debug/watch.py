@@ -20,19 +20,19 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from ..nn import observing
+from ..nn.names import plain_name
 from ..nn.observing import Form
 from ..nn.recipe import Recipe
 from ..watching import is_faked, is_transformed
 from .form_kernels import FormKernels
 from .form_numbers import Measured, evaluate, numbers_of
 from .form_samples import Sample, take_sample, values_of
+from .watch_data import NOTHING_SEEN
 from .watch_report import write_watch_report
 
 __all__ = ["NonfiniteWarning", "WatchFiles", "watch"]
 
 _BATCH = 128  # samples whose numbers are computed together
-#: What torch puts into the names of modules that it wraps.
-_WRAPPERS = "_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module."
 
 
 class NonfiniteWarning(UserWarning):
@@ -64,10 +64,10 @@ def watch(
     and scales that the layers' own quantizers have made, and change nothing. After each watched
     step a line for each tensor and the product that reads it is written to ``watch.jsonl``, and at
     the end, whatever ends the block, one page of pictures, ``watch.html`` (docs/reference/debug.md
-    has the keys). A tensor with NaN or infinities is named by a :class:`NonfiniteWarning` after its
-    step. Compiled code runs as it is written in a watched step; watch the module that torch.compile
-    returned, not the one that it was given, whose calls nobody sees. Of ranks each writes files
-    of its own, with ``-rank0`` in their names.
+    has the keys); a UserWarning says so where no step was seen. A tensor with NaN or infinities is
+    named by a :class:`NonfiniteWarning` after its step. Compiled code runs as it is written in a
+    watched step; watch the module that torch.compile returned, not the one that it was given, whose
+    calls nobody sees. Of ranks each writes files of its own, with ``-rank0`` in their names.
 
     Args:
         every: steps 0, ``every``, 2 ``every``, ... are watched; others cost nothing.
@@ -103,6 +103,8 @@ def watch(
             finally:
                 watcher.end()
                 write_watch_report(files.jsonl, files.html)
+            if not files.jsonl.stat().st_size:
+                warnings.warn(f"watch: {NOTHING_SEEN}", stacklevel=3)
     finally:
         _open.release()
 
@@ -180,6 +182,8 @@ class _Watcher:
                     hook.remove()
 
     def _before(self, model: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():  # of a function that calls the model: nobody sees it
+            return
         trains = torch.is_grad_enabled() and not is_transformed()
         if trains and self.backward_began and not _in_backward():
             self.end()
@@ -191,6 +195,8 @@ class _Watcher:
             self._calls.trains = trains
 
     def _after(self, model: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         if self.seen is not None:
             self._calls.leave()
             self._calls.trains = True
@@ -216,7 +222,7 @@ class _Watcher:
             self._closing.append(partial(stance.__exit__, None, None, None))
         for name, module in self.model.named_modules():
             if module is not self.model:
-                enter = partial(self._enter, _plain_name(name))
+                enter = partial(self._enter, plain_name(name))
                 self._closing += (
                     module.register_forward_pre_hook(enter).remove,
                     module.register_forward_hook(self._leave, always_call=True).remove,
@@ -362,12 +368,6 @@ def _in_backward() -> bool:
 def _is_ranked() -> bool:
     dist = torch.distributed
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
-def _plain_name(name: str) -> str:
-    for wrapper in _WRAPPERS:
-        name = f"{name}.".replace(wrapper, "").removesuffix(".")
-    return name
 
 
 def _warn(step: int, found: list[tuple[_Key, dict[str, Any]]]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["METRICS", "USES", "Histograms", "Line", "WatchData"]
+__all__ = ["METRICS", "NOTHING_SEEN", "USES", "Histograms", "Line", "WatchData"]
 
 #: Tensors of a layer, and the product that reads each.
 USES = (
@@ -21,6 +21,12 @@ USES = (
     ("weights", "dgrad"),
     ("gradients", "wgrad"),
     ("activations", "wgrad"),
+)
+#: Where there are no lines.
+NOTHING_SEEN = (
+    "no step of training was seen: nothing was quantized by a forward with gradients of the model "
+    "that was watched, or compiled code that calls it was called; watch the module that "
+    "torch.compile returned, and call a compiled function of a step as it is written"
 )
 METRICS = ("sqnr_db", "underflow", "saturated", "spread")
 Use = tuple[str, str]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from ..page import image, page, table
-from .watch_data import Line, WatchData
+from .watch_data import NOTHING_SEEN, Line, WatchData
 from .watch_pictures import MAPS, heat_map, histograms
 
 __all__ = ["write_watch_report"]
@@ -21,21 +22,18 @@ _COLUMNS = "module", "tensor", "for", "format", "step", "SQNR (dB)", "underflow"
 _BAD = "step", "module", "tensor", "for", "blocks", "of", "the first at", "is"
 
 
-def write_watch_report(jsonl: Path, html: Path) -> None:
+def write_watch_report(jsonl: str | os.PathLike[str], html: str | os.PathLike[str]) -> None:
     """Write the page of the lines in ``jsonl``, of a run that may have been killed, too.
 
-    >>> bs.debug.write_watch_report(Path("watch.jsonl"), Path("watch.html"))
+    >>> bs.debug.write_watch_report("watch.jsonl", "watch.html")
     """
-    html.write_text(_page(WatchData.read(jsonl), jsonl.name), encoding="utf-8")
+    lines = WatchData.read(Path(jsonl))
+    Path(html).write_text(_page(lines, Path(jsonl).name), encoding="utf-8")
 
 
 def _page(data: WatchData, name: str) -> str:
     if not data.lines:
-        body = "<p>No step of training was seen: nothing was quantized by a forward with gradients "
-        body += (
-            "of the model that was watched, or compiled code that has the model in it was called: "
-        )
-        return _whole(body + "watch the module that torch.compile returned.</p>")
+        return _whole(f"<p>{escape(NOTHING_SEEN[0].upper() + NOTHING_SEEN[1:])}.</p>")
     parts = [
         f"<p>{len(data.modules)} layers in {len(data.steps)} steps, {data.steps[0]} to "
         f"{data.steps[-1]}; {escape(', '.join(data.formats))}. All numbers are in "
@@ -43,7 +41,9 @@ def _page(data: WatchData, name: str) -> str:
         _nonfinite(data.bad),
         "<h2>The worst</h2>",
         table(_COLUMNS, map(_cells, data.worst[:_ROWS])),
-        '<p class="note">Of each tensor the step with the lowest SQNR. Underflow: elements that '
+        '<p class="note">Of each tensor the step with the lowest SQNR. It is of 4096 elements, in '
+        "blocks spread over the tensor, or of all where there are no more; operands that a "
+        "transform changes first are not here: nobody has their values. Underflow: elements that "
         "were not 0 and became 0. Saturated: beyond what their block can hold. Spread: octaves "
         "from the least scale of a block to the largest, blocks of zeros left out.</p>",
     ]

@@ -21,7 +21,13 @@ from .recipe import Recipe
 from .report import ConversionReport
 from .reuse import clear_weight_cache, reuse_weights
 from .router import Router, choose_experts, load_balancing_loss
-from .seeds import LayerSeed, rounding_step, set_rounding_step
+from .seeds import (
+    LayerSeed,
+    load_rounding_state,
+    rounding_state,
+    rounding_step,
+    set_rounding_step,
+)
 
 __all__ = [
     "DEFAULT_EXCLUDE",
@@ -52,10 +58,12 @@ __all__ = [
     "grouped_linear",
     "linear",
     "load_balancing_loss",
+    "load_rounding_state",
     "quantize_",
     "quantized_linear",
     "register_experts",
     "reuse_weights",
+    "rounding_state",
     "rounding_step",
     "set_rounding_step",
 ]

@@ -11,6 +11,7 @@ from .group_checks import check_recipe_of_groups
 from .hf_activation import forget_activation
 from .hf_experts import Experts
 from .kinds import CONVERTED, GROUPED, OWN, QUANTIZED, Kind
+from .names import plain_name
 from .recipe import Recipe, check_training_recipe
 from .report import ConversionReport, Entry, publish
 from .seeds import Stepping, number_of
@@ -102,7 +103,7 @@ def convert(
         assert found is not None  # else it was left alone
         module.recipe = found  # type: ignore[assignment]
         if isinstance(module, Stepping):
-            module.set_rounding(found, number_of(name))
+            module.set_rounding(found, number_of(plain_name(name)))
     for name, module in model.named_modules():
         left_alone = recipe.of(name) is None and (filter_fn is None or filter_fn(module, name))
         if left_alone and _is_converted(module) and not _is_a_subclass(module):
