@@ -137,6 +137,8 @@ def test_batches(batch):
     (lambda: Model(2), {}, ValueError, "model: has no converted linear layer"),
     (lambda: bs.convert(Model(2), MXFP8).requires_grad_(False), {}, ValueError, "is trained"),
     (lambda: bs.convert(Model(2), MXFP8), {"recipes": ["nvfp4"]}, TypeError, "recipe: got str"),
+    (lambda: bs.convert(Model(2), MXFP8), {"recipes": MXFP8}, TypeError,
+     r"recipes: got Recipe\('mxfp8'\); expected a list"),
     (lambda: bs.convert(Model(2), MXFP8), {"share": 2}, ValueError, "share: got 2; expected"),
     (lambda: bs.convert(Model(2), MXFP8), {"loss": lambda y: y.sum() * float("nan")}, ValueError,
      "loss: got .*nan.*; expected a finite scalar"),

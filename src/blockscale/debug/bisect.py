@@ -118,6 +118,8 @@ def bisect(
                 "copy of the model"
             )
     own: dict[str, Recipe] = {name: layer.recipe for name, layer in layers.items()}
+    if isinstance(recipes, Recipe):
+        raise TypeError(f"recipes: got {recipes}; expected a list of recipes: [{recipes}]")
     for recipe in recipes or ():
         check_training_recipe(recipe)
     trial = _Trial(model, batch, loss, layers)

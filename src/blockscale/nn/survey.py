@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 import torch
@@ -98,7 +99,10 @@ def _check_overrides(recipe: Recipe, layers: list[Layer], left: list[Entry]) -> 
         stay = [entry for entry in left if recipe.pattern_of(entry.name) == pattern]
         if pattern in used or (override is None and stay):
             continue
+        taken = [layer.name for layer in layers if fnmatchcase(layer.name, pattern)]
         why = f"those that it matches stay: {reasons(stay)}" if stay else "it matches none"
+        if taken:
+            why = f"as {recipe.pattern_of(taken[0])!r} before it takes {taken[0]}: put it first"
         names = ", ".join(repr(layer.name) for layer in layers[:_NAMES]) or "none"
         raise ValueError(
             f"recipe: override {pattern!r} is of no layer that can be changed, {why}. Such layers "
