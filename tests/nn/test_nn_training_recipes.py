@@ -558,6 +558,10 @@ def test_a_state_goes_on_where_layers_have_counted_differently():
         ValueError, match=r"it lacks \['1'\], and has \['2'\] that the model has not"
     ):
         bs.nn.load_rounding_state(other, {"0": state["0"], "2": state["1"]})
+    for wrong in ([5], [1, -1], [1, 2**62], [1, 2.0]):
+        with pytest.raises(ValueError, match=r"for '1'; expected \[number, count\]"):
+            bs.nn.load_rounding_state(other, {"0": [1, 1], "1": wrong})
+    assert bs.nn.rounding_state(other)["0"][0] == state["0"][0]  # nothing was changed
 
 
 def test_layers_of_one_seed_begin_alike_whatever_rounds_in_them():

@@ -13,20 +13,21 @@ from torch import Tensor
 
 from ..error_sums import SLACK
 from ..formats import FP32, UE4M3, Format, formats
+from ..kernels.common import watch_vector as at
+from ..kernels.common.watch_vector import OCTAVES, SUMS
 from ..kernels.cpu.spec import scale_values
-from ..kernels.cpu.watching import HEAD, MAGNITUDES, SUMS
-from .form_samples import CODES, About, Picks, Sample, counted, nan_code
+from .form_samples import About, Picks, Sample, counted, nan_code
 
-__all__ = ["COMPARED", "Blocks", "Measured", "compare", "evaluate", "numbers_of"]
+__all__ = ["Blocks", "Measured", "compare", "evaluate", "numbers_of"]
 
-COMPARED = len(SUMS) + MAGNITUDES
+_COMPARED = len(SUMS) + OCTAVES  # numbers of what was compared
 _MASK = 0x7FFFFFFF
 _UE4M3 = scale_values(UE4M3).view(np.float32).tolist()
 
 
 class Measured(NamedTuple):
-    """A form, and the fp64 vector of its numbers, as ``kernels.cpu.watching`` has them; a tensor is
-    still on its device."""
+    """A form, and the fp64 vector of its numbers, as ``kernels.common.watch_vector`` has them; a
+    tensor is still on its device."""
 
     about: About
     vector: np.ndarray | Tensor
@@ -45,7 +46,7 @@ def evaluate(samples: Sequence[Sample]) -> list[Measured]:
         some = [samples[i] for i in members]
         wide: Any = {"dtype": torch.float64, "device": some[0].histogram.device}
         if key is None:
-            compared = torch.full((len(some), COMPARED + 2), math.nan, **wide)
+            compared = torch.full((len(some), _COMPARED + 2), math.nan, **wide)
         else:
             chosen = [s.picks for s in some if s.picks is not None]
             compared = _compared(some[0].about.format, chosen, finite=some[0].first is None)
@@ -104,7 +105,7 @@ class Blocks(NamedTuple):
 
 
 def compare(format: Format, blocks: Blocks, *, finite: bool = False) -> Tensor:
-    """Sums over the blocks of each form, and how often magnitudes occur: (forms, ``COMPARED``).
+    """Sums over the blocks of each form, and how often magnitudes occur: (forms, 30).
     ``finite``: whether all are known to be."""
     x, _, scale, scalar, compared = blocks
     count, n, size = x.shape
@@ -161,9 +162,9 @@ def _octaves(magnitude: Tensor) -> Tensor:
     block."""
     ratio = magnitude / magnitude.amax(-1, keepdim=True)
     bins = 128 - (ratio.view(torch.int32) >> 23)  # 1 for a ratio of 1; of NaN, in zeros, negative
-    bins = bins.clamp_(0, MAGNITUDES)
+    bins = bins.clamp_(0, OCTAVES)
     bins *= magnitude > 0
-    count, width = len(bins), MAGNITUDES + 1
+    count, width = len(bins), OCTAVES + 1
     bins += torch.arange(count, device=bins.device, dtype=torch.int32)[:, None, None] * width
     return counted(bins.flatten(), count * width).view(count, width).to(torch.float64)
 
@@ -185,24 +186,24 @@ def numbers_of(parts: Sequence[tuple[About, np.ndarray]]) -> dict[str, Any]:
     about = parts[0][0]
     exponents: dict[int, int] = {}
     amax, elements, blocks, zero_blocks, nonfinite = 0.0, 0, 0, 0, 0
-    total = [0.0] * COMPARED
+    total = [0.0] * _COMPARED
     where: dict[str, Any] = {}
     for form, vector in parts:
         numbers = vector.tolist()
-        largest, first, scalar = numbers[:HEAD]
-        codes, rest = numbers[HEAD : HEAD + CODES], numbers[HEAD + CODES :]
+        largest, first, scalar = (numbers[i] for i in (at.AMAX, at.FIRST_BLOCK, at.GLOBAL_SCALE))
+        codes = numbers[at.CODES_AT : at.SUMS_AT]
         amax = max(amax, largest) if math.isfinite(largest + amax) else math.nan
         elements += math.prod(form.shape)
         blocks += math.prod(form.blocks)
-        there = np.flatnonzero(vector[HEAD : HEAD + CODES]).tolist()
+        there = np.flatnonzero(vector[at.CODES_AT : at.SUMS_AT]).tolist()
         for exponent, count in _exponents(there, codes, form.format, scalar):
             exponents[exponent] = exponents.get(exponent, 0) + count
         zero_blocks += int(sum(codes[: _least(form.format)]))
         bad = int(codes[nan_code(form.format)])
         if bad and not nonfinite:
-            where = _where(form, int(first), *rest[-2:])
+            where = _where(form, int(first), numbers[at.ELEMENT], numbers[at.VALUE])
         nonfinite += bad
-        total = [a + b for a, b in zip(total, rest, strict=False)]
+        total = [a + b for a, b in zip(total, numbers[at.SUMS_AT : at.ELEMENT], strict=True)]
     sums = dict(zip(SUMS, total, strict=False))
     n = sums["compared"]
     knows = n > 0

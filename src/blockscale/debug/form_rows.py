@@ -9,17 +9,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.cpu.watching import HEAD, LENGTH, MAGNITUDES
+from ..kernels.common import watch_vector as at
 from ..kernels.watch.config import Word, row_words
 from ..kernels.watch.plan import WatchPlan
 from ..nn.quantize_launches import Parts
 from .form_numbers import Measured
-from .form_samples import CODES, About
+from .form_samples import About
 
 __all__ = ["FormRows", "RowWay"]
 
 _ROWS = 256  # that are kept together
-_COUNTS = HEAD + CODES  # where a vector has sums
 
 
 class RowWay(NamedTuple):
@@ -65,7 +64,7 @@ class FormRows:
         found: dict[int, Measured] = {}
         for alike in self._kept.values():
             for rows, ways, numbers in alike:
-                words = rows[: len(ways), : Word.PICKS].cpu().numpy()  # read back, once
+                words = rows[: len(ways), : Word.PICKS].cpu().numpy()
                 known = len(ways[0].plan.places) > 0  # what they are of
                 vectors = _vectors(words, [way.about for way in ways], known)
                 for number, way, vector in zip(numbers, ways, vectors, strict=True):
@@ -82,30 +81,30 @@ def _stream(device: torch.device) -> int:
 
 
 def _vectors(words: np.ndarray, abouts: list[About], known: bool) -> np.ndarray:
-    """Of each row, as ``kernels.cpu.watching`` has them."""
-    vectors = np.zeros((len(words), LENGTH))
+    """Of each row, a vector; ``known``: whether anybody has what was quantized."""
+    vectors = np.zeros((len(words), at.LENGTH))
     floats, doubles, counts = words.view(np.float32), words.view(np.float64), words.view(np.uint32)
-    vectors[:, 0] = floats[:, Word.AMAX]
-    vectors[:, 1] = words[:, Word.FIRST] - 1
+    vectors[:, at.FIRST_BLOCK] = words[:, Word.FIRST] - 1
     scaled = np.array([about.format.has_global_scale for about in abouts])
-    vectors[:, 2] = np.where(scaled, floats[:, Word.GLOBAL_SCALE], math.nan)
-    vectors[:, HEAD:_COUNTS] = counts[:, Word.CODES : Word.CODES + CODES]
+    vectors[:, at.GLOBAL_SCALE] = np.where(scaled, floats[:, Word.GLOBAL_SCALE], math.nan)
+    vectors[:, at.CODES_AT : at.SUMS_AT] = counts[:, Word.CODES : Word.OCTAVES]
+    if not known:
+        vectors[:, at.AMAX] = vectors[:, at.SUMS_AT :] = math.nan
+        return vectors
     zeros = counts[:, Word.ZEROS].astype(np.int64)
-    sums = (
-        counts[:, Word.COMPARED],
-        doubles[:, Word.SIGNAL // 2],
-        doubles[:, Word.NOISE // 2],
-        zeros,
-        counts[:, Word.VANISHED] - zeros,
-        counts[:, Word.SATURATED],
-    )
-    octaves = _COUNTS + len(sums)
-    vectors[:, _COUNTS:octaves] = np.stack(sums, 1)
-    vectors[:, octaves:-2] = counts[:, Word.OCTAVES : Word.OCTAVES + MAGNITUDES]
+    sums: dict[str, np.ndarray] = {
+        "compared": counts[:, Word.COMPARED],
+        "signal": doubles[:, Word.SIGNAL // 2],
+        "noise": doubles[:, Word.NOISE // 2],
+        "zeros": zeros,
+        "flushed": counts[:, Word.QUANTIZED_ZEROS] - zeros,
+        "saturated": counts[:, Word.SATURATED],
+    }
+    vectors[:, at.AMAX] = floats[:, Word.AMAX]
+    vectors[:, at.SUMS_AT : at.OCTAVES_AT] = np.stack([sums[name] for name in at.SUMS], 1)
+    vectors[:, at.OCTAVES_AT : at.ELEMENT] = counts[:, Word.OCTAVES : Word.COMPARED]
     whole = np.array([math.prod(about.format.block) for about in abouts])
     inside = words[:, Word.ELEMENT] - 1
-    vectors[:, -2] = np.where(inside < 0, whole, inside)
-    vectors[:, -1] = floats[:, Word.VALUE]
-    if not known:
-        vectors[:, 0] = vectors[:, _COUNTS:] = math.nan
+    vectors[:, at.ELEMENT] = np.where(inside < 0, whole, inside)
+    vectors[:, at.VALUE] = floats[:, Word.VALUE]
     return vectors

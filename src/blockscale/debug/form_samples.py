@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from ..formats import FP32, Format
+from ..kernels.common.watch_vector import CODES
 from ..memory import as_bytes
 from ..nn.group_operands import Activated, ActivatedBackward, Rows
 from ..tensor import ScaledTensor
 
 __all__ = [
-    "CODES",
     "SAMPLE",
     "About",
     "Grid",
@@ -33,7 +33,6 @@ __all__ = [
 ]
 
 SAMPLE = 2**12  # elements of a form that are compared with what they were made of
-CODES = 256
 #: Of blocks: their matrix, line, and number in the line.
 Place = tuple[Tensor, Tensor, Tensor]
 _CPU = torch.device("cpu")

@@ -20,14 +20,14 @@ from .quantized import QuantizedLinear, quantized_linear
 from .recipe import Recipe
 from .report import ConversionReport
 from .reuse import clear_weight_cache, reuse_weights
-from .router import Router, choose_experts, load_balancing_loss
-from .seeds import (
-    LayerSeed,
+from .rounding_state import (
     load_rounding_state,
     rounding_state,
     rounding_step,
     set_rounding_step,
 )
+from .router import Router, choose_experts, load_balancing_loss
+from .seeds import LayerSeed
 
 __all__ = [
     "DEFAULT_EXCLUDE",

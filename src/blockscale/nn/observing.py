@@ -1,7 +1,8 @@
 """Where layers tell what they have quantized, to whom it may concern: ``debug.watch``.
 
 A module's attribute, not a context variable: autograd's threads have none of their caller's. Plans
-of layers tell of the parts that they launch products with, and make no tensors of them.
+of linear layers tell of the parts that they launch products with, and make no tensors of them;
+those of groups are not gone by where somebody looks on.
 """
 
 from __future__ import annotations

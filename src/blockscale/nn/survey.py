@@ -102,7 +102,8 @@ def _check_overrides(recipe: Recipe, layers: list[Layer], left: list[Entry]) -> 
         taken = [layer.name for layer in layers if fnmatchcase(layer.name, pattern)]
         why = f"those that it matches stay: {reasons(stay)}" if stay else "it matches none"
         if taken:
-            why = f"as {recipe.pattern_of(taken[0])!r} before it takes {taken[0]}: put it first"
+            first = recipe.pattern_of(taken[0])
+            why = f"as {first!r} before it takes {taken[0]}: put {pattern!r} before {first!r}"
         names = ", ".join(repr(layer.name) for layer in layers[:_NAMES]) or "none"
         raise ValueError(
             f"recipe: override {pattern!r} is of no layer that can be changed, {why}. Such layers "

@@ -83,7 +83,7 @@ def _sources(module: str) -> bytes:
     here, package = Path(__file__).parent, Path(__file__).parents[2]
     folders = {Path(str(import_module(module).__file__)).parent, here}
     paths = [path for folder in sorted(folders) for path in sorted(folder.glob("*.py"))]
-    paths += [package / name for name in ("formats.py", "rounding.py")]
+    paths += [package / name for name in ("error_sums.py", "formats.py", "rounding.py")]
     return b"".join(path.read_bytes() for path in paths)
 
 

@@ -15,9 +15,11 @@ class Matrix(NamedTuple):
     """A quantized matrix.
 
     Attributes:
-        data: bytes of elements, as ``ScaledTensor.qdata`` or, if ``turned``, its transpose.
-        scale: as ``layout`` stores it.
-        axis: that blocks run along.
+        shape: (M, K) of what was quantized.
+        data: uint8, bytes of elements, as ``ScaledTensor.qdata`` or, if ``turned``, its transpose.
+        scale: as ``layout`` stores it, one-byte floats as uint8.
+        axis: that blocks run along: -1 or -2.
+        global_scale: () fp32, of formats that have one.
     """
 
     format: Format

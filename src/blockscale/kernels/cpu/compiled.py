@@ -6,9 +6,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from ... import error_sums, jit
+from ..common import watch_vector
 from . import arith, comparing, decoding, encoding, multiplying, pairing, swiglu, tiling, watching
 
-_sources = [*sorted(Path(__file__).parent.glob("*.py")), Path(error_sums.__file__)]
+_numbers = Path(error_sums.__file__), Path(watch_vector.__file__)
+_sources = [*sorted(Path(__file__).parent.glob("*.py")), *_numbers]
 _cached = jit.cached([*_sources, Path(jit.__file__)])
 
 

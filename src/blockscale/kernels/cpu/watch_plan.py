@@ -15,14 +15,14 @@ from ...memory import memory_of
 from ...rounding import FP32_ONE, float32_bits
 from ..common.gpu import Unsupported
 from ..common.matrix import Matrix
+from ..common.watch_vector import GLOBAL_SCALE, LENGTH
 from .calls import ITEMS
 from .spec import scale_values, values
-from .watching import LENGTH, WIDTH, Shape
+from .watching import WIDTH, Shape
 
 __all__ = ["CpuWatchPlan", "plan_watch"]
 
 _NONE8, _NONE32 = np.empty(0, np.uint8), np.empty(0, np.int32)
-_NOTHING = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class CpuWatchPlan:
         from . import compiled
 
         data, scale, scalar = parts
-        items = _NOTHING if x is None else memory_of(x, ITEMS[x.dtype], x.numel())
+        items = _NONE32 if x is None else memory_of(x, ITEMS[x.dtype], x.numel())
         scale8, scale32 = _NONE8, _NONE32
         if scale.dtype == torch.float32:
             scale32 = memory_of(scale, np.int32, scale.numel())
@@ -49,7 +49,7 @@ class CpuWatchPlan:
             scale8 = memory_of(scale, np.uint8, scale.numel())
         factor = FP32_ONE if scalar is None else int(float32_bits(scalar))
         found = np.zeros(LENGTH)
-        found[2] = math.nan if scalar is None else float(scalar)
+        found[GLOBAL_SCALE] = math.nan if scalar is None else float(scalar)
         compiled.watch_lines(
             *(items, memory_of(data, np.uint8, data.nbytes), (scale8, scale32), self.shape),
             *(self.places, self.constants, factor, (found, np.zeros(4 * WIDTH, np.int64))),

@@ -8,25 +8,26 @@ from typing import NamedTuple
 import numpy as np
 
 from ...jit import compiled, spliced
+from ..common.watch_vector import (
+    AMAX,
+    CODES,
+    CODES_AT,
+    ELEMENT,
+    FIRST_BLOCK,
+    LENGTH,
+    OCTAVES,
+    OCTAVES_AT,
+    SUMS_AT,
+    VALUE,
+)
 from .arith import INF, fp32, magnitude
 from .intrinsics import as_bits, as_float, shr
 
-__all__ = ["CODES", "HEAD", "LENGTH", "MAGNITUDES", "SUMS", "WIDTH", "Shape"]
+__all__ = ["WIDTH", "Shape"]
 
 _MASK = 0x7FFFFFFF
-CODES = 256
-#: Bins of |x| over the largest of its block, an octave each, the last with all that is smaller.
-MAGNITUDES = 24
-#: What the sums of a vector are, in their order.
-SUMS = ("compared", "signal", "noise", "zeros", "flushed", "saturated")
-#: A vector: the largest magnitude, the number of the first block that is not finite and the global
-#: scale, how often each code of a scale occurs, sums, how often each magnitude occurs, and the
-#: number of the first element that is not finite, and itself.
-HEAD = 3
-LENGTH = HEAD + CODES + len(SUMS) + MAGNITUDES + 2
-_AT = HEAD + CODES
-#: Counts of codes and of magnitudes, four times: neighbours in one need not wait for each other.
-WIDTH = CODES + MAGNITUDES
+#: Counts of codes and of octaves, four times: neighbours in one need not wait for each other.
+WIDTH = CODES + OCTAVES
 
 
 class Shape(NamedTuple):
@@ -133,12 +134,12 @@ def _compare(given, place, s, decoded, found):
     flushed = np.float64(became - zeros)
     sums = np.float64(n), signal, noise, np.float64(zeros), flushed, np.float64(saturated)
     for j in range(len(sums)):
-        out[_AT + j] += sums[j]
+        out[SUMS_AT + j] += sums[j]
     exponent, mantissa = np.int32(shr(most, np.int32(23))), np.int32(most & np.int32(0x7FFFFF))
     for i in range(n):
         m = np.int32(fp32(x[start + i * s.x_along]) & np.int32(_MASK))
         if m > 0:
-            octave = min(max(_octave(m, exponent, mantissa, most), 0), MAGNITUDES - 1)
+            octave = min(max(_octave(m, exponent, mantissa, most), 0), OCTAVES - 1)
             counts[(i & 3) * WIDTH + CODES + octave] += 1
 
 
@@ -149,14 +150,14 @@ def _find(x, first, s, out):
     line, block = first // across, first % across
     if s.by_columns:
         line, block = first % down, first // down
-    out[LENGTH - 2] = s.height * s.size
+    out[ELEMENT] = s.height * s.size
     for i in range(s.height * s.size - 1, -1, -1):
         row, column = line * s.height + i // s.size, block * s.size + i % s.size
         if row < s.lines and column < s.k:
             bits = fp32(x[row * s.x_line + column * s.x_along])
             if (bits & _MASK) >= INF:
-                out[LENGTH - 2] = i
-                out[LENGTH - 1] = as_float(bits)
+                out[ELEMENT] = i
+                out[VALUE] = as_float(bits)
 
 
 @spliced
@@ -171,17 +172,17 @@ def watch_lines(x, data, scale, shape, places, constants, factor, found):
     s, (scale8, scale32), (values, scales, top), (out, counts) = shape, scale, constants, found
     _count(scale8, scale32, counts)
     for i in range(CODES):
-        out[HEAD + i] = (
+        out[CODES_AT + i] = (
             counts[i] + counts[WIDTH + i] + counts[2 * WIDTH + i] + counts[3 * WIDTH + i]
         )
-    first = _first(scale8, scale32, s.nan_code) if out[HEAD + s.nan_code] > 0 else -1
-    out[1] = first
+    first = _first(scale8, scale32, s.nan_code) if out[CODES_AT + s.nan_code] > 0 else -1
+    out[FIRST_BLOCK] = first
     if x.size == 0:
-        out[0] = np.nan
-        for i in range(_AT, LENGTH):
+        out[AMAX] = np.nan
+        for i in range(SUMS_AT, LENGTH):
             out[i] = np.nan
         return
-    out[0] = as_float(_largest(x))
+    out[AMAX] = as_float(_largest(x))
     across = -(-s.k // s.size)
     scalar = as_float(np.int32(factor))
     for p in range(places.size):
@@ -196,6 +197,6 @@ def watch_lines(x, data, scale, shape, places, constants, factor, found):
             _compare((x, data), (line, block), s, decoded, found)
     for i in range(CODES, WIDTH):
         total = counts[i] + counts[WIDTH + i] + counts[2 * WIDTH + i] + counts[3 * WIDTH + i]
-        out[_AT + len(SUMS) - CODES + i] = total
+        out[OCTAVES_AT - CODES + i] = total
     if first >= 0:
         _find(x, first, s, out)

@@ -12,8 +12,9 @@ from ...formats import FP32, get_format
 from ..common import ptx
 from ..common.arithmetic import element
 from ..common.scale_place import scale_place
+from ..common.watch_vector import OCTAVES
 from ..quantizers import dequantize_ptx
-from .config import LANE, OCTAVE_COUNT, THREADS, WatchConfig, Word
+from .config import LANE, THREADS, WatchConfig, Word
 
 __all__ = ["MAGNITUDE", "Comparison"]
 
@@ -120,16 +121,16 @@ class Comparison:
 
     @cute.jit
     def tally(self, exact, values, limit, there, counts):
-        zeros = vanished = saturated = Int32(0)
+        zeros = quantized_zeros = saturated = Int32(0)
         for i in range_constexpr(LANE):
             magnitude = exact[i].bitcast(Uint32) & Uint32(MAGNITUDE)
             value = values[i].bitcast(Uint32) & Uint32(MAGNITUDE)
             inside = Int32(cutlass.select_(i < there, Int32(1), Int32(0)))
             zeros += Int32(cutlass.select_(magnitude == Uint32(0), inside, Int32(0)))
-            vanished += Int32(cutlass.select_(value == Uint32(0), inside, Int32(0)))
+            quantized_zeros += Int32(cutlass.select_(value == Uint32(0), inside, Int32(0)))
             beyond = magnitude.bitcast(Float32) > limit
             saturated += Int32(cutlass.select_(beyond, inside, Int32(0)))
-        found = (Word.COMPARED, there), (Word.ZEROS, zeros), (Word.VANISHED, vanished)
+        found = (Word.COMPARED, there), (Word.ZEROS, zeros), (Word.QUANTIZED_ZEROS, quantized_zeros)
         for word, number in (*found, (Word.SATURATED, saturated)):
             if number > 0:
                 ptx.add_shared(counts + word * 4, Uint32(number))
@@ -148,9 +149,7 @@ class Comparison:
             magnitude = exact[i].bitcast(Uint32) & Uint32(MAGNITUDE)
             if magnitude > Uint32(0):
                 ratio = ptx.divide(magnitude.bitcast(Float32), most.bitcast(Float32))
-                octave = cutlass.min(
-                    Int32(127) - Int32(ratio.bitcast(Uint32) >> 23), OCTAVE_COUNT - 1
-                )
+                octave = cutlass.min(Int32(127) - Int32(ratio.bitcast(Uint32) >> 23), OCTAVES - 1)
                 ptx.add_shared(counts + (Word.OCTAVES + octave) * 4, Uint32(1))
 
     @cute.jit

@@ -7,12 +7,13 @@ from enum import IntEnum
 
 import numpy as np
 
+from ..common import watch_vector
+
 __all__ = [
-    "CODE_COUNT",
     "COUNTED",
     "LANE",
-    "OCTAVE_COUNT",
     "THREADS",
+    "Shared",
     "WatchConfig",
     "Word",
     "ctas_of",
@@ -20,7 +21,6 @@ __all__ = [
 ]
 
 THREADS = 256  # of a CTA
-CODE_COUNT, OCTAVE_COUNT = 256, 24
 LANE = 4  # elements of a lane, where blocks are compared
 _ROUNDS = 16  # of a thread, over scales or 16 bytes of elements
 
@@ -52,8 +52,8 @@ class Word(IntEnum):
         CODES: how often each code of a scale occurs: its byte, of fp32 the exponent.
         OCTAVES: of picked blocks, how often each power of two lies between an element and the
             largest of its block; the last with all that are further apart.
-        COMPARED, ZEROS, VANISHED, SATURATED: elements of these that are compared, that are 0, that
-            became 0, and that are beyond what their block can hold.
+        COMPARED, ZEROS, QUANTIZED_ZEROS, SATURATED: elements of these that are compared, that are
+            0, whose quantized value is 0, and that are beyond what their block can hold.
         FIRST: the number of the first block that is not finite, from 1 on, counted as compact
             scales lie; 0 if all are.
         AMAX: the largest magnitude of all elements, as fp32; NaN where one is.
@@ -67,10 +67,10 @@ class Word(IntEnum):
     """
 
     CODES = 0
-    OCTAVES = CODE_COUNT
-    COMPARED = OCTAVES + OCTAVE_COUNT
+    OCTAVES = watch_vector.CODES
+    COMPARED = OCTAVES + watch_vector.OCTAVES
     ZEROS = COMPARED + 1
-    VANISHED = COMPARED + 2
+    QUANTIZED_ZEROS = COMPARED + 2
     SATURATED = COMPARED + 3
     FIRST = COMPARED + 4
     AMAX = COMPARED + 5
@@ -78,13 +78,28 @@ class Word(IntEnum):
     ELEMENT = COMPARED + 7
     VALUE = COMPARED + 8
     GLOBAL_SCALE = COMPARED + 9
-    SIGNAL = COMPARED + 12
+    SIGNAL = COMPARED + 12  # doubles lie at even words, pairs of them at multiples of four
     NOISE = SIGNAL + 2
     PICKS = SIGNAL + 4
 
 
+assert Word.SIGNAL % 4 == Word.PICKS % 4 == 0
+
 #: Words that are counted in shared memory first.
 COUNTED = int(Word.FIRST)
+
+
+class Shared(IntEnum):
+    """Words of shared memory beside those that are counted, in bytes from their beginning, zeros
+    before: the largest magnitude; CTAs that were done before this one; and of what is not finite
+    the first element and the first block, as a largest number less theirs, as a maximum finds it.
+    """
+
+    AMAX = 0
+    ARRIVED = 4
+    ELEMENT = 8
+    BLOCK = 12
+    NBYTES = 16
 
 
 def row_words(picks: int) -> int:

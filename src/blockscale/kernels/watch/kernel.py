@@ -29,7 +29,7 @@ from ..common.shared import allocate, clear
 from ..common.tensor_specs import any_strided, any_tensor, compile_for
 from ..ranks import signals
 from .compare import MAGNITUDE, Comparison
-from .config import COUNTED, THREADS, WatchConfig, Word
+from .config import COUNTED, THREADS, Shared, WatchConfig, Word
 
 __all__ = ["Watch", "compile_config"]
 
@@ -64,10 +64,9 @@ class Watch(Comparison):
         row = rows.iterator.toint() + Int64(which) * rows.stride[0] * 4
         memory = cutlass.memory.SmemAllocator()
         counts = allocate(memory, COUNTED * 4)
-        # the largest magnitude, the CTAs that are done, and the places of what is not finite
-        found = allocate(memory, 16)
+        found = allocate(memory, Shared.NBYTES)
         clear(counts, COUNTED * 4, THREADS)
-        clear(found, 16, THREADS)
+        clear(found, Shared.NBYTES, THREADS)
         cute.arch.sync_threads()
         self.count(scale, counts, down * across)
         if const_expr(x is not None):
@@ -81,9 +80,9 @@ class Watch(Comparison):
         cute.arch.sync_threads()
         if thread == 0:
             before = signals.arrive(row + Word.ARRIVED * 4)
-            ptx.store_shared(found + 4, [Uint32(before)], 4)
+            ptx.store_shared(found + Shared.ARRIVED, [Uint32(before)], 4)
         cute.arch.sync_threads()
-        if ptx.load_shared(found + 4, 4)[0] == Uint32(ctas - 1):  # all others are done
+        if ptx.load_shared(found + Shared.ARRIVED, 4)[0] == Uint32(ctas - 1):  # all others are done
             if const_expr(x is not None):
                 self.add_up_picks(row, places.shape[0])
             self.find_nonfinite(x, scale, found, row, (lines, down, across, k))
@@ -127,7 +126,7 @@ class Watch(Comparison):
             if number != Uint32(0):
                 ptx.add_global(row + i * 4, number)
         if thread == 0:
-            ptx.max_global(row + Word.AMAX * 4, ptx.load_shared(found, 4)[0])
+            ptx.max_global(row + Word.AMAX * 4, ptx.load_shared(found + Shared.AMAX, 4)[0])
 
     @cute.jit
     def copy_global_scale(self, global_scale, row):
@@ -157,7 +156,7 @@ class Watch(Comparison):
         for i in range_constexpr(5):
             most = cutlass.max(most, cute.arch.shuffle_sync_bfly(most, 1 << i))
         if cute.arch.thread_idx()[0] % 32 == 0:
-            ptx.max_shared(found, most)
+            ptx.max_shared(found + Shared.AMAX, most)
 
     def larger(self, most, word):
         """Of the magnitudes in two words, each in its place."""
@@ -190,19 +189,19 @@ class Watch(Comparison):
         thread, total = cute.arch.thread_idx()[0], down * across
         for start in range(0, total, THREADS):
             cute.arch.sync_threads()
-            if ptx.load_shared(found + 12, 4)[0] == Uint32(0):
+            if ptx.load_shared(found + Shared.BLOCK, 4)[0] == Uint32(0):
                 cute.arch.sync_threads()
                 number = start + thread
                 if number < total:
                     where = self.where(number, (down, across))
                     code = self.code(self.load_scale(scale, where, k))
                     if code == Uint32(self.nan_code):
-                        ptx.max_shared(found + 12, Uint32(_MOST - number))
+                        ptx.max_shared(found + Shared.BLOCK, Uint32(_MOST - number))
             else:
                 cute.arch.sync_threads()
         cute.arch.sync_threads()
         if thread == 0:
-            number = Uint32(_MOST) - ptx.load_shared(found + 12, 4)[0]
+            number = Uint32(_MOST) - ptx.load_shared(found + Shared.BLOCK, 4)[0]
             ptx.store_global(row + Word.FIRST * 4, [number + 1], 4)
 
     def where(self, number, sizes):
@@ -218,15 +217,15 @@ class Watch(Comparison):
         lines, down, across, k = sizes
         height, size = self.format.block
         thread = cute.arch.thread_idx()[0]
-        number = Int32(Uint32(_MOST) - ptx.load_shared(found + 12, 4)[0])
+        number = Int32(Uint32(_MOST) - ptx.load_shared(found + Shared.BLOCK, 4)[0])
         line, block = self.where(number, (down, across))
         for i in range(thread, height * size, THREADS):
             where = line * height + i // size, block * size + i % size
             bits = self.load_element(x, where, (lines, k)).bitcast(Uint32)
             if (bits & Uint32(MAGNITUDE)) >= Uint32(_INFINITY):
-                ptx.max_shared(found + 8, Uint32(height * size - i))
+                ptx.max_shared(found + Shared.ELEMENT, Uint32(height * size - i))
         cute.arch.sync_threads()
-        left = Int32(ptx.load_shared(found + 8, 4)[0])
+        left = Int32(ptx.load_shared(found + Shared.ELEMENT, 4)[0])
         if (thread == 0) & (left > 0):
             i = height * size - left
             where = line * height + i // size, block * size + i % size
