@@ -53,8 +53,11 @@ def rounding_state(model: torch.nn.Module) -> dict[str, list[int]]:
 def load_rounding_state(model: torch.nn.Module, state: Mapping[str, Sequence[int]]) -> None:
     """Let the layers of ``model`` go on from a :func:`rounding_state`.
 
-    >>> state = json.loads(file.read_text())
-    >>> bs.nn.load_rounding_state(model, state)  # beside model.load_state_dict
+    >>> layers = [torch.nn.Linear(64, 64) for _ in range(2)]
+    >>> model, other = (bs.convert(torch.nn.Sequential(m), bs.Recipe.nvfp4()) for m in layers)
+    >>> other.load_state_dict(model.state_dict())
+    <All keys matched successfully>
+    >>> bs.nn.load_rounding_state(other, bs.nn.rounding_state(model))
 
     Raises ValueError where it is not of the layers that round stochastically, by their names, or
     has other values than two numbers for each; no layer is changed then.
