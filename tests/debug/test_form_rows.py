@@ -21,7 +21,7 @@ class Writes:
     """A plan that keeps the rows that it is to write."""
 
     def __init__(self) -> None:
-        self.places = torch.zeros(2, dtype=torch.int32)
+        self.places, self.picks = torch.zeros(2, dtype=torch.int32), 2
         self.rows: list[tuple[Tensor, int]] = []
 
     def __call__(self, x: Tensor | None, parts: Any, row: tuple[Tensor, int]) -> None:

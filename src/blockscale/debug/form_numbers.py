@@ -224,7 +224,7 @@ def numbers_of(parts: Sequence[tuple[About, np.ndarray]]) -> dict[str, Any]:
         "underflow": sums["flushed"] / n if knows else None,
         "saturated": sums["saturated"] / n if knows else None,
         "zeros": sums["zeros"] / n if knows else None,
-        "magnitude_histogram": [int(count) for count in total[len(SUMS) :]] if knows else None,
+        "magnitude_histogram": list(map(int, total[len(SUMS) :])) if knows else None,
     }
 
 

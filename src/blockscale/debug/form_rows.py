@@ -50,12 +50,12 @@ class FormRows:
         kept.numbers.append(number)
 
     def _room(self, way: RowWay) -> _Kept:
-        places = way.plan.places
-        key = places.device, len(places), _stream(places.device)
+        device, picks = way.plan.places.device, way.plan.picks
+        key = device, picks, _stream(device)
         alike = self._kept.setdefault(key, [])
         if not alike or len(alike[-1].ways) == _ROWS:
-            shape = _ROWS, row_words(len(places))
-            rows = torch.zeros(shape, dtype=torch.int32, device=places.device)
+            shape = _ROWS, row_words(picks)
+            rows = torch.zeros(shape, dtype=torch.int32, device=device)
             alike.append(_Kept(rows, [], []))
         return alike[-1]
 
@@ -65,7 +65,7 @@ class FormRows:
         for alike in self._kept.values():
             for rows, ways, numbers in alike:
                 words = rows[: len(ways), : Word.PICKS].cpu().numpy()
-                known = len(ways[0].plan.places) > 0  # what they are of
+                known = ways[0].plan.picks > 0  # what they are of
                 vectors = _vectors(words, [way.about for way in ways], known)
                 for number, way, vector in zip(numbers, ways, vectors, strict=True):
                     found[number] = Measured(way.about, vector)

@@ -23,11 +23,12 @@ _MOST = 1 << 31  # what 32 bits count
 
 @dataclass(frozen=True, slots=True)
 class WatchPlan:
-    """What is launched for matrices alike; ``places``: blocks that are picked."""
+    """What is launched for matrices alike; ``places``: so many blocks that are picked."""
 
     run: Callable[..., Any]
     sizes: tuple[int, int, int]  # lines, elements of a line, CTAs
     places: Tensor
+    picks: int
 
     def __call__(
         self, x: Tensor | None, parts: tuple[Tensor, Tensor, Tensor | None], row: tuple[Tensor, int]
@@ -70,7 +71,7 @@ def plan_watch(
         raise Unsupported("scale: does not lie as a kernel writes it")
     scales = matrix.scale.nbytes // format.scale.nbytes
     sizes = lines, k, ctas_of(scales, nbytes, gpu.multiprocessors)
-    return WatchPlan(gpu.load(config), sizes, places)
+    return WatchPlan(gpu.load(config), sizes, places, len(places))
 
 
 def _check_source(x: Tensor, shape: tuple[int, int]) -> None:
