@@ -12,7 +12,7 @@ from torch import Tensor
 import blockscale as bs
 from blockscale.debug.form_kernels import FormKernels
 from blockscale.debug.form_numbers import evaluate
-from blockscale.debug.form_samples import nan_code, take_sample
+from blockscale.debug.form_samples import take_sample
 from blockscale.kernels.common.gpu import Unsupported
 from blockscale.kernels.common.matrix import Matrix
 from blockscale.kernels.common.watch_vector import (
@@ -22,6 +22,7 @@ from blockscale.kernels.common.watch_vector import (
     SUMS,
     SUMS_AT,
     VALUE,
+    nan_code,
 )
 from blockscale.kernels.cpu.watch_plan import plan_watch
 

@@ -31,14 +31,14 @@ _CPU = torch.device("cpu")
 
 
 class _VectorWay(NamedTuple):
-    """How forms alike are looked at on a CPU."""
+    """The compiled loop that looks at forms alike, and what they are."""
 
     plan: CpuWatchPlan
     about: About
 
 
 class FormKernels:
-    """What forms alike have in common is found for the first of them."""
+    """Looks at forms by kernels. Which one does it is found for the first of forms alike."""
 
     def __init__(self) -> None:
         self._ways: dict[Any, RowWay | _VectorWay | None] = {}

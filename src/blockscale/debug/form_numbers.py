@@ -14,13 +14,13 @@ from torch import Tensor
 from ..error_sums import SLACK
 from ..formats import FP32, UE4M3, Format, formats
 from ..kernels.common import watch_vector as at
-from ..kernels.common.watch_vector import OCTAVES, SUMS
+from ..kernels.common.watch_vector import SUMS, nan_code
 from ..kernels.cpu.spec import scale_values
-from .form_samples import About, Picks, Sample, counted, nan_code
+from .form_samples import About, Picks, Sample, counted
 
 __all__ = ["Blocks", "Measured", "compare", "evaluate", "numbers_of"]
 
-_COMPARED = len(SUMS) + OCTAVES  # numbers of what was compared
+_COMPARED = at.ELEMENT - at.SUMS_AT  # numbers of what was compared
 _MASK = 0x7FFFFFFF
 _UE4M3 = scale_values(UE4M3).view(np.float32).tolist()
 
@@ -162,9 +162,9 @@ def _octaves(magnitude: Tensor) -> Tensor:
     block."""
     ratio = magnitude / magnitude.amax(-1, keepdim=True)
     bins = 128 - (ratio.view(torch.int32) >> 23)  # 1 for a ratio of 1; of NaN, in zeros, negative
-    bins = bins.clamp_(0, OCTAVES)
+    bins = bins.clamp_(0, at.OCTAVES)
     bins *= magnitude > 0
-    count, width = len(bins), OCTAVES + 1
+    count, width = len(bins), at.OCTAVES + 1
     bins += torch.arange(count, device=bins.device, dtype=torch.int32)[:, None, None] * width
     return counted(bins.flatten(), count * width).view(count, width).to(torch.float64)
 

@@ -22,7 +22,7 @@ _ROWS = 256  # that are kept together
 
 
 class RowWay(NamedTuple):
-    """How forms alike are looked at."""
+    """The kernel that looks at forms alike, and what they are."""
 
     plan: WatchPlan
     about: About
@@ -81,7 +81,7 @@ def _stream(device: torch.device) -> int:
 
 
 def _vectors(words: np.ndarray, abouts: list[About], known: bool) -> np.ndarray:
-    """Of each row, a vector; ``known``: whether anybody has what was quantized."""
+    """Make a vector of each row; ``known``: whether anybody has what was quantized."""
     vectors = np.zeros((len(words), at.LENGTH))
     floats, doubles, counts = words.view(np.float32), words.view(np.float64), words.view(np.uint32)
     vectors[:, at.FIRST_BLOCK] = words[:, Word.FIRST] - 1

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..formats import FP32, Format
-from ..kernels.common.watch_vector import CODES
+from ..formats import Format
+from ..kernels.common.watch_vector import CODES, nan_code
 from ..memory import as_bytes
 from ..nn.group_operands import Activated, ActivatedBackward, Rows
 from ..tensor import ScaledTensor
@@ -25,10 +25,8 @@ __all__ = [
     "Picks",
     "Sample",
     "counted",
-    "nan_code",
     "spread",
     "take_sample",
-    "there_of",
     "values_of",
 ]
 
@@ -64,7 +62,7 @@ class Sample(NamedTuple):
     """Of one form; tensors are on its device.
 
     Attributes:
-        histogram: int64 (256,), how often each code of a scale occurs (:func:`nan_code`).
+        histogram: int64 (256,), how often each code of a scale occurs (``watch_vector``).
         first: int64, the number of the first block that is not finite; any, or None, if all are.
         limits: the least and the largest value; None where nobody has the values.
         picks: None likewise, and of columns of groups.
@@ -76,11 +74,6 @@ class Sample(NamedTuple):
     limits: tuple[Tensor, Tensor] | None
     global_scale: Tensor | None
     picks: Picks | None
-
-
-def nan_code(format: Format) -> int:
-    """The code of a scale that is NaN. Codes are the bytes of scales, of fp32 the exponents."""
-    return 255 if format.scale is FP32 else format.scale.nan_code
 
 
 def counted(numbers: Tensor, bins: int) -> Tensor:
@@ -154,7 +147,7 @@ def _pick(x: Any, q: ScaledTensor, scale: Tensor, first: Tensor | None) -> Picks
     elif scalar.numel() > 1:
         scalar = scalar.flatten()[matrix]
     scale, scalar = scales[matrix, line // height, block], scalar.reshape(-1)
-    return Picks(found, data[*places], scale, scalar, there_of(grid, q.shape[q.axis], size))
+    return Picks(found, data[*places], scale, scalar, _there(grid, q.shape[q.axis], size))
 
 
 def _lines(x: Tensor, axis: int) -> Tensor:
@@ -211,7 +204,7 @@ def _settled(grid: Grid, height: int) -> Place:
 
 
 @lru_cache(1024)
-def there_of(grid: Grid, length: int, size: int) -> Tensor:
+def _there(grid: Grid, length: int, size: int) -> Tensor:
     """Elements of blocks of lines of this ``length``."""
     block = spread(grid._replace(device=_CPU))[2]
     return (length - block * size).clamp(max=size).to(grid.device)

@@ -116,9 +116,7 @@ _modes = torch._C._len_torch_dispatch_stack
 def _new_files(folder: Path) -> WatchFiles:
     """Files that nobody has: the first of these is made."""
     folder.mkdir(parents=True, exist_ok=True)
-    dist = torch.distributed
-    shared = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    rank = f"-rank{dist.get_rank()}" if shared else ""
+    rank = f"-rank{torch.distributed.get_rank()}" if _is_ranked() else ""
     number = 1
     while True:
         name = f"watch{rank}" + (f"-{number}" if number > 1 else "")

@@ -3,7 +3,6 @@ torch.func."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -20,8 +19,6 @@ from .recipe import Recipe
 from .seeds import LayerSeed, numbers_of, seed_of_numbers
 
 __all__ = ["CompiledLinear", "PlannedLinear", "QuantizedLinear", "TransformedLinear"]
-
-_NOBODY = nullcontext()  # looks on: no time is spent on telling where a layer is
 
 
 def _save_metadata(
@@ -112,7 +109,7 @@ class PlannedLinear(torch.autograd.Function):
             weight = weight.contiguous()
         main_grad, gradients = open_main_grad("weight", ctx.leaf), None
         if not torch.is_grad_enabled():  # else they are refused
-            with _NOBODY if observing.observer is None else observing.at(ctx.site):
+            with observing.at(ctx.site):
                 gradients = plan.backward(needs, grad, kept, weight, main_grad, seed)
         if gradients is None:
             with torch.no_grad(), observing.at(ctx.site):

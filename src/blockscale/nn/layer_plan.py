@@ -183,8 +183,7 @@ class LayerPlan:
         matrix = _matrix(x)
         rows, columns = self._x(matrix, None, seed_of(seed, "activations"))
         assert rows is not None
-        if observing.observer is not None:
-            _tell("activations", matrix, self._x, rows, columns)
+        _tell("activations", matrix, self._x, rows, columns)
         y, global_scale = self._fprop(rows, weight, bias, dgrad=dgrad, seed=seed)
         return y, (columns, global_scale)
 
@@ -252,8 +251,7 @@ class FpropPlan:
     ) -> tuple[Tensor, Tensor | None]:
         """The product, and the weight's global scale."""
         w = self._weight(weight, dgrad=dgrad, seed=seed_of(seed, "weights"))
-        if observing.observer is not None:
-            _tell("weights", weight, self._weight.launch, w, None)
+        _tell("weights", weight, self._weight.launch, w, None)
         return self._multiply(rows, w, None if bias is None else bias.detach()), w.global_scale
 
 
@@ -300,15 +298,13 @@ class BackwardPlan:
         g = _matrix(grad)
         if self._quantize is not None:
             rows, g_columns = self._quantize(g, None, seed_of(seed, "gradients"))
-            if observing.observer is not None:
-                _tell("gradients", g, self._quantize, rows, g_columns)
+            _tell("gradients", g, self._quantize, rows, g_columns)
         if self._dgrad is not None:
             assert rows is not None
             assert weight is not None
             scale = global_scale if self._one_scale else None
             w = self._weight(weight, scale, seed=seed_of(seed, "weights"))
-            if observing.observer is not None:
-                _tell("weights", weight, self._weight.launch, None, w)
+            _tell("weights", weight, self._weight.launch, None, w)
             of_x = self._dgrad(rows, w)
         del rows  # the peak of memory is in the product to come
         if self._wgrad is not None:
@@ -327,7 +323,9 @@ class BackwardPlan:
 def _tell(
     role: str, x: Tensor, launch: OperandLaunch, rows: Parts | None, columns: Parts | None
 ) -> None:
-    """The observer, of the parts of an operand that ``launch`` has quantized."""
+    """Tell the observer, if there is one, of the parts of an operand that ``launch`` has made."""
+    if observing.observer is None:
+        return
     for product, parts, axis in zip(PRODUCTS_OF[role], (rows, columns), (-1, -2), strict=True):
         if parts is not None:
             made = observing.Made(launch, parts, axis)

@@ -3,8 +3,6 @@ alike: squares, a transform, stochastic rounding."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from ..kernels.common.gpu import Unsupported
@@ -41,8 +39,14 @@ class _MethodLaunch(QuantizeLaunch):
     ) -> tuple[quantizers.Request, int | None, int | None]:
         how = self._how
         size = 0 if how.hadamard is None else how.hadamard.size
-        request = request._replace(square=how.square, stochastic=how.draws, scaling=how.scaling)
-        return request._replace(hadamard=size, draws_signs=how.random_signs), None, None
+        request = request._replace(
+            square=how.square,
+            stochastic=how.draws,
+            scaling=how.scaling,
+            hadamard=size,
+            draws_signs=how.random_signs,
+        )
+        return request, None, None
 
     def is_transformed(self, axis: int) -> bool:
         return self._how.hadamard is not None
@@ -51,8 +55,9 @@ class _MethodLaunch(QuantizeLaunch):
         plain = super()._amax_request(request)
         if not request.hadamard:
             return plain
-        plain = plain._replace(axes=request.axes, hadamard=request.hadamard)
-        return plain._replace(draws_signs=request.draws_signs)
+        return plain._replace(
+            axes=request.axes, hadamard=request.hadamard, draws_signs=request.draws_signs
+        )
 
     def __call__(
         self, x: Tensor, global_scale: Tensor | None = None, seed: OperandSeed | None = None
@@ -77,7 +82,7 @@ class _ApartLaunch:
 
     is_grouped = False
 
-    def __init__(self, launches: dict[int, Any]) -> None:
+    def __init__(self, launches: dict[int, OperandLaunch]) -> None:
         self._launches = launches
 
     def __call__(
@@ -88,30 +93,24 @@ class _ApartLaunch:
         return rows, columns
 
     def unwritten(self, axis: int) -> Parts:
-        found: Parts = self._launches[axis].unwritten(axis)
-        return found
+        return self._launches[axis].unwritten(axis)
 
     def is_transformed(self, axis: int) -> bool:
-        found: bool = self._launches[axis].is_transformed(axis)
-        return found
+        return self._launches[axis].is_transformed(axis)
 
     def is_turned(self, axis: int) -> bool:
-        found: bool = self._launches[axis].is_turned(axis)
-        return found
+        return self._launches[axis].is_turned(axis)
 
     def form(self, parts: Parts, axis: int, offsets: Tensor | None = None) -> ScaledTensor:
-        found: ScaledTensor = self._launches[axis].form(parts, axis, offsets)
-        return found
+        return self._launches[axis].form(parts, axis, offsets)
 
     def parts_of(
         self, qdata: Tensor, qscale: Tensor, global_scale: Tensor | None, axis: int
     ) -> Parts:
-        found: Parts = self._launches[axis].parts_of(qdata, qscale, global_scale, axis)
-        return found
+        return self._launches[axis].parts_of(qdata, qscale, global_scale, axis)
 
     def restored(self, parts: Parts, axis: int) -> Parts:
-        found: Parts = self._launches[axis].restored(parts, axis)
-        return found
+        return self._launches[axis].restored(parts, axis)
 
 
 OperandLaunch = MatrixLaunch | _MethodLaunch | _ApartLaunch

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...formats import Format
 
-__all__ = ["Matrix"]
+__all__ = ["Matrix", "lies_together"]
 
 
 class Matrix(NamedTuple):
@@ -30,3 +30,8 @@ class Matrix(NamedTuple):
     scale: Tensor
     global_scale: Tensor | None
     turned: bool = False
+
+
+def lies_together(x: Tensor) -> bool:
+    """Whether nothing lies between the elements of a matrix, in one order or the other."""
+    return x.is_contiguous() or x.mT.is_contiguous()

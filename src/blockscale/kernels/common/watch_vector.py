@@ -6,6 +6,8 @@ The first block and element that are not finite mean nothing where no code of a 
 
 from __future__ import annotations
 
+from ...formats import FP32, Format
+
 __all__ = [
     "AMAX",
     "CODES",
@@ -19,6 +21,7 @@ __all__ = [
     "SUMS",
     "SUMS_AT",
     "VALUE",
+    "nan_code",
 ]
 
 #: Codes of a scale: its byte, of fp32 the exponent.
@@ -37,3 +40,8 @@ OCTAVES_AT = SUMS_AT + len(SUMS)  # how often each octave occurs
 ELEMENT = OCTAVES_AT + OCTAVES  # of that block, the first that is not finite
 VALUE = ELEMENT + 1  # itself
 LENGTH = VALUE + 1
+
+
+def nan_code(format: Format) -> int:
+    """The code of a scale that is NaN."""
+    return 255 if format.scale is FP32 else format.scale.nan_code

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from ...error_sums import SLACK
-from ...formats import FP32
 from ...memory import memory_of
 from ...rounding import FP32_ONE, float32_bits
 from ..common.gpu import Unsupported
-from ..common.matrix import Matrix
-from ..common.watch_vector import GLOBAL_SCALE, LENGTH
+from ..common.matrix import Matrix, lies_together
+from ..common.watch_vector import GLOBAL_SCALE, LENGTH, nan_code
 from .calls import ITEMS
 from .spec import scale_values, values
 from .watching import WIDTH, Shape
@@ -68,9 +67,9 @@ def plan_watch(x: Tensor | None, matrix: Matrix, places: np.ndarray) -> CpuWatch
         raise Unsupported(f"format {format.name}, layout {matrix.layout}: the loop knows neither")
     if len(shape) != 2 or 0 in shape:
         raise Unsupported(f"shape {tuple(shape)}: the loop takes matrices with elements")
-    if not (_lies_together(matrix.data) and matrix.scale.is_contiguous()):
+    if not (lies_together(matrix.data) and matrix.scale.is_contiguous()):
         raise Unsupported("data, scale: have gaps")
-    if x is not None and (x.dtype not in ITEMS or x.shape != shape or not _lies_together(x)):
+    if x is not None and (x.dtype not in ITEMS or x.shape != shape or not lies_together(x)):
         raise Unsupported(f"x: {x.dtype} {tuple(x.shape)} with strides {x.stride()}")
     step = 1 if axis == -1 else -1
     (height, size), (lines, k) = format.block, shape[::step]
@@ -89,14 +88,9 @@ def plan_watch(x: Tensor | None, matrix: Matrix, places: np.ndarray) -> CpuWatch
         height=height,
         size=size,
         stored=format.element.stored(size),
-        nan_code=255 if format.scale is FP32 else format.scale.nan_code,
+        nan_code=nan_code(format),
         by_columns=axis == -2,
     )
     top = np.float32(format.element.max * SLACK)
     constants = values(format.element), scale_values(format.scale), top
     return CpuWatchPlan(found, places, constants)
-
-
-def _lies_together(x: Tensor) -> bool:
-    """Whether nothing lies between its elements."""
-    return x.is_contiguous() or x.mT.is_contiguous()

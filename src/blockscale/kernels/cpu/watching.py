@@ -31,7 +31,8 @@ WIDTH = CODES + OCTAVES
 
 
 class Shape(NamedTuple):
-    """Of a matrix of lines that blocks run along; strides in items, of data in bytes."""
+    """Sizes and strides of a matrix of lines, along which blocks run. Strides are in items, those
+    of data in bytes."""
 
     lines: int
     k: int
@@ -50,7 +51,7 @@ class Shape(NamedTuple):
 
 @compiled
 def _count(scale8, scale32, counts):
-    """How often each code occurs."""
+    """Count how often each code occurs."""
     for i in range(scale8.size):
         counts[(i & 3) * WIDTH + scale8[i]] += 1
     for i in range(scale32.size):
@@ -96,7 +97,7 @@ def _octave(m, exponent, mantissa, largest):
 
 @compiled
 def _code(data, at, along, i, stored, size):
-    """Of an element of a block, whose bytes begin there."""
+    """Return the code of element ``i`` of a block, whose bytes begin at ``at``."""
     if stored == size:
         return np.int32(data[at + i * along])
     return np.int32((data[at + (i >> 1) * along] >> ((i & 1) * 4)) & 15)

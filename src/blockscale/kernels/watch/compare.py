@@ -12,7 +12,7 @@ from ...formats import FP32, get_format
 from ..common import ptx
 from ..common.arithmetic import element
 from ..common.scale_place import scale_place
-from ..common.watch_vector import OCTAVES
+from ..common.watch_vector import OCTAVES, nan_code
 from ..quantizers import dequantize_ptx
 from .config import LANE, THREADS, WatchConfig, Word
 
@@ -27,16 +27,13 @@ class Comparison:
     def __init__(self, config: WatchConfig):
         self.config = config
         self.format = get_format(config.format)
+        self.nan_code = nan_code(self.format)
 
     def load_scale(self, scale, where, k):
         """A scale as it is stored, in a word."""
         config = self.config
         place = scale_place(scale, where, (config.layout, config.axis), self.format, k)
         return ptx.load_global(scale.iterator.toint() + place, self.format.scale.nbytes)
-
-    @property
-    def nan_code(self) -> int:
-        return 255 if self.format.scale is FP32 else self.format.scale.nan_code
 
     def code(self, word):
         """What is counted of a scale."""

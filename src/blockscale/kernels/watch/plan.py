@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...dtypes import from_torch
 from ..common.gpu import Gpu, Unsupported
-from ..common.matrix import Matrix
+from ..common.matrix import Matrix, lies_together
 from ..common.runtime import FLOATS, describe, require_gpu
 from .config import WatchConfig, ctas_of
 
@@ -77,7 +77,7 @@ def plan_watch(
 def _check_source(x: Tensor, shape: tuple[int, int]) -> None:
     if x.dtype not in FLOATS or tuple(x.shape) != tuple(shape):
         raise Unsupported(f"x: {tuple(x.shape)} {x.dtype} is not what {tuple(shape)} was made of")
-    if not (x.is_contiguous() or x.mT.is_contiguous()):
+    if not lies_together(x):
         raise Unsupported(f"x: has strides {x.stride()}; its elements must lie together")
     if describe(x)[3] % 16:
         raise Unsupported("x: does not begin at a multiple of 16 bytes")
