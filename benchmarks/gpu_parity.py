@@ -90,6 +90,7 @@ def main(
     model: str = "dense",
     seed: int = 0,
     tokens: int = TOKENS,
+    sequences: Annotated[int, typer.Option(help="In each validation.")] = 256,
     recipe: Annotated[list[str] | None, typer.Option()] = None,
     stop_after: Annotated[float, typer.Option(help="Minutes.")] = 1e9,
     join: Annotated[Path | None, typer.Option()] = None,
@@ -102,6 +103,7 @@ def main(
         "cuda",
         **MODELS[model],
         **{"batch": BATCH, "steps": -(-tokens // BATCH // 1024), "saves": 0, "samples": 0},
+        validation_sequences=sequences,
     )
     training.run.RECIPES = {**training.run.RECIPES, **_ablations()}
     folder.mkdir(parents=True, exist_ok=True)
