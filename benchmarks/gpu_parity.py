@@ -45,6 +45,10 @@ def _ablations() -> dict[str, bs.Recipe]:
     """NVFP4's recipes with one part switched off, or that of another one."""
     of = {name: dict(bs.Recipe.nvfp4(name).quantization) for name in METHODS}
     stochastic = bs.Quantization(stochastic=True, hadamard=bs.Hadamard(128), random_signs=True)
+    in_wgrad = {
+        "gradients.wgrad": of["ms_eden"]["gradients"],
+        "activations.wgrad": of["ms_eden"]["activations.wgrad"],
+    }
     changes: dict[str, tuple[str, dict[str, Any]]] = {
         "nvidia without squares": ("nvidia", {"weights": bs.Quantization()}),
         "nvidia without stochastic": (
@@ -58,12 +62,10 @@ def _ablations() -> dict[str, bs.Recipe]:
             "four_over_six",
             {"weights": bs.Quantization(scaling="four_over_six")},
         ),
-        "four_over_six, ms_eden in wgrad": (
+        "four_over_six, ms_eden in wgrad": ("four_over_six", in_wgrad),
+        "four_over_six without squares, ms_eden in wgrad": (
             "four_over_six",
-            {
-                "gradients.wgrad": of["ms_eden"]["gradients"],
-                "activations.wgrad": of["ms_eden"]["activations.wgrad"],
-            },
+            in_wgrad | {"weights": bs.Quantization(scaling="four_over_six")},
         ),
         "ms_eden without four over six": (
             "ms_eden",
@@ -81,6 +83,13 @@ def _ablations() -> dict[str, bs.Recipe]:
     without = {"hadamard": None}
     return made | {
         "nvfp4 nvidia without hadamard": bs.Recipe.nvfp4(**without),
+        "nvfp4 four_over_six without squares and hadamard": bs.Recipe(
+            "nvfp4",
+            quantization={
+                **bs.Recipe.nvfp4("four_over_six", **without).quantization,
+                "weights": bs.Quantization(scaling="four_over_six"),
+            },
+        ),
         "nvfp4 ms_eden of 16": bs.Recipe.nvfp4("ms_eden", hadamard=bs.Hadamard(16)),
     }
 
