@@ -6,6 +6,7 @@ import doctest
 import inspect
 import math
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -36,6 +37,11 @@ def names(tmp_path, monkeypatch):
     weights = {"layer.weight": model[0].weight.detach()}
     checkpoint.save_file(weights, "model.safetensors")
     checkpoint.quantize_file("model.safetensors", "model.mxfp8.safetensors", "mxfp8")
+    weights = {"model.layers.0.mlp.gate_proj.weight": torch.randn(256, 512, dtype=torch.bfloat16)}
+    Path("Llama-3").mkdir()
+    checkpoint.save_file(weights, "Llama-3/model.safetensors")
+    Path("Llama-3/config.json").write_text('{"model_type": "llama"}')
+    checkpoint.quantize_folder("Llama-3", "DeepSeek-V3", "fp8_128x128", "deepseek")
     functions = SimpleNamespace(register=lambda name, function: None)
     theirs = SimpleNamespace(ALL_EXPERTS_FUNCTIONS=functions)  # of transformers
     monkeypatch.setitem(sys.modules, "transformers.integrations.moe", theirs)

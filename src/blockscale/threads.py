@@ -9,11 +9,16 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from typing import TypeVar
 
+__all__ = ["run", "single"]
+
 T = TypeVar("T")
+
+_here = threading.local()
 
 _pool: ThreadPoolExecutor | None = None
 _pool_size = 0
@@ -46,6 +51,17 @@ def _submit(work: Callable[[], None], copies: int) -> list[Future[None]]:
         return futures
 
 
+@contextmanager
+def single() -> Iterator[None]:
+    """What :func:`run` does in it, it does on the calling thread alone: one of several that work at
+    once."""
+    before, _here.single = getattr(_here, "single", False), True
+    try:
+        yield
+    finally:
+        _here.single = before
+
+
 def run(work: Callable[[int, int], T], items: int, chunk: int, threads: int) -> list[T]:
     """Call ``work(first, last)`` on ranges that cover ``range(items)``; the results, in any order.
 
@@ -53,7 +69,7 @@ def run(work: Callable[[int, int], T], items: int, chunk: int, threads: int) -> 
     this one among them, each for ``chunk`` items or more: with fewer, this one works alone.
     """
     threads = min(threads, items // chunk)
-    if threads < 2:
+    if threads < 2 or getattr(_here, "single", False):
         return [work(0, items)] if items else []
     size = max(chunk, -(-items // (8 * threads)))  # several each: one that is held up does fewer
     starts = iter(range(0, items, size))

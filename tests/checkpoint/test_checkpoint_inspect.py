@@ -118,8 +118,8 @@ def test_the_exit_code(made: Path, source: Path, blockscale: Cli):
 @pytest.mark.parametrize(
     "damage",
     [
-        b"", b"{}", b"[]", b"not json", b'{"manifest": 1, "tensors": []}', b"[" * 100_000,
-        b'{"manifest": 1, "tensors": {"a": 3}}', b'{"manifest": 99, "tensors": {}}', b"\xff\xfe",
+        b"", b"{}", b"[]", b"not json", b'{"manifest": 2, "tensors": []}', b"[" * 100_000,
+        b'{"manifest": 2, "tensors": {"a": 3}}', b'{"manifest": 99, "tensors": {}}', b"\xff\xfe",
     ],
 )  # fmt: skip
 def test_a_damaged_manifest_is_none(damage: bytes, made: Path):
@@ -132,7 +132,7 @@ def test_a_damaged_manifest_is_none(damage: bytes, made: Path):
     [
         {"error": {}}, {"error": 3}, {"error": {"signal": -1.0}}, {"error": {"noise": "x"}},
         {"error": {"elements": 1e400}}, {"error": {"scales": {"counts": {"999999999": 1}}}},
-        {"sha256": 3}, {"sha256": {}},
+        {"checksums": 3}, {"checksums": {}},
     ],
 )  # fmt: skip
 def test_a_damaged_record_is_not_believed(change: dict, made: Path):

@@ -82,7 +82,7 @@ def test_wrong_paths(source: Path, tmp_path: Path, blockscale: Cli):
         return blockscale("quantize", a, b, "--format", "mxfp8")
 
     _refused(run(tmp_path / "missing", tmp_path / "out"), "does not exist; name a")
-    _refused(run(tmp_path, tmp_path / "out"), "is a directory")
+    _refused(run(tmp_path, tmp_path / "out"), "lies in it")
     _refused(run(source, tmp_path), "target: ")
     _refused(run(source, tmp_path / "no" / "out"), "make it first")
     _refused(run(source, source), "would destroy the source")
@@ -191,7 +191,7 @@ def test_two_writers(source: Path, tmp_path: Path, blockscale: Cli):
 
 def test_a_source_that_changes(source: Path, tmp_path: Path):
     def touch(event: checkpoint.Progress) -> None:
-        if event.phase == "quantize":
+        if event.bytes:
             with open(source, "r+b") as file:
                 file.truncate(source.stat().st_size - 100)
 
@@ -286,8 +286,8 @@ def test_a_limit_on_the_size_of_files(source: Path, tmp_path: Path):
 
 _PEAKS = """
 import resource, sys
-from blockscale.checkpoint import quantize_file, stream
-stream.CHUNK = 1 << 16
+from blockscale.checkpoint import quantize_file, tasks
+tasks.CHUNK = 1 << 16
 for path in sys.argv[1:]:
     quantize_file(path, path + ".out", "nvfp4")
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)

@@ -6,21 +6,28 @@
 >>> checkpoint.save_file(state, "copy.safetensors")
 """
 
+from .conventions import CONVENTIONS
+from .converting import convert_folder
+from .jobs import Progress
+from .quantizing import quantize_file, quantize_folder
 from .report import FileReport, TensorReport, inspect_file
 from .selection import DEFAULT_EXCLUDE
-from .states import load_file, save_file
+from .states import load_file, load_folder, save_file
 from .statistics import ErrorStatistics, ValueStatistics
-from .stream import Progress, quantize_file
 
 __all__ = [
+    "CONVENTIONS",
     "DEFAULT_EXCLUDE",
     "ErrorStatistics",
     "FileReport",
     "Progress",
     "TensorReport",
     "ValueStatistics",
+    "convert_folder",
     "inspect_file",
     "load_file",
+    "load_folder",
     "quantize_file",
+    "quantize_folder",
     "save_file",
 ]

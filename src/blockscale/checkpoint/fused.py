@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -16,11 +17,10 @@ from torch import Tensor
 from ..formats import Format
 from ..measure import amax
 from ..rounding import float32_bits, from_float32_bits, global_scale_from_amax
+from .files import Files
 from .header import Stored, show
-from .index import read_index
-from .reader import Reader
 
-__all__ = ["FUSED", "GlobalScales", "fused_with"]
+__all__ = ["FUSED", "GlobalScales", "fused_with", "groups_of", "stored_amax"]
 
 #: Modules whose weights become one in vLLM, SGLang or TensorRT-LLM (their
 #: ``packed_modules_mapping``), by that part of their names which differs.
@@ -32,6 +32,7 @@ FUSED = (
     ("gate_proj", "up_proj"),
     ("w1", "w3"),  # of experts too
     ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("wq_a", "wkv"),
     ("in_proj_qkv", "in_proj_z"),
     ("in_proj_b", "in_proj_a"),
 )
@@ -56,82 +57,97 @@ def fused_with(name: str) -> tuple[str, ...]:
     return (name,)
 
 
-class GlobalScales:
-    """The global scales of the tensors of ``file`` that are quantized, one for each fused group.
+def groups_of(
+    files: Files, reasons: Mapping[str, str | None], reason: Reason
+) -> tuple[dict[str, tuple[str, ...]], list[str]]:
+    """For each tensor that is quantized those that share its global scale, itself among them; and
+    sentences about groups that are quantized in part.
 
     Args:
-        file: the source.
-        format: with global scales.
-        reasons: of the tensors of ``file``.
+        files: the source.
+        reasons: of the tensors of ``files``.
         reason: of those of the other files of the checkpoint.
 
-    Attributes:
-        elsewhere: amax of tensors in other files, which decide about bytes of this one.
-        warnings: sentences about groups that are quantized in part.
-
-    Raises ValueError where ``file`` has a part of a group, and no index says where the rest is;
+    Raises ValueError where ``files`` has a part of a group, and no index says where the rest is;
     OSError where the file with the rest cannot be read.
+    """
+    groups: dict[str, tuple[str, ...]] = {}
+    warnings: list[str] = []
+    for name, why in reasons.items():
+        if why is not None or name in groups:
+            continue
+        why_not = {each: _look_up(files, name, each, reasons, reason) for each in fused_with(name)}
+        group = tuple(each for each, why in why_not.items() if why is None)
+        groups |= dict.fromkeys(group, group)
+        warnings += [
+            f"{show(name)} is quantized, but not {show(each)} ({why}), with which servers fuse it"
+            for each, why in why_not.items()
+            if why
+        ]
+    return groups, warnings
+
+
+def _look_up(
+    files: Files, name: str, other: str, reasons: Mapping[str, str | None], reason: Reason
+) -> str | None:
+    """Why ``other`` is not quantized; None if it is, "" if there is no such tensor."""
+    if other in reasons:
+        return reasons[other]
+    file = files.find(other)
+    if file is not None:
+        return reason(other, file.header.tensors[other])
+    if not files.knows_all and _SHARD.search(files.names[0]):
+        raise ValueError(
+            f"source: servers fuse {show(name)} with {show(other)}, so both need one global "
+            f"scale, but the latter is not in {files.folder / files.names[0]}; put the "
+            "checkpoint's *.safetensors.index.json and its other files beside it"
+        )
+    return ""
+
+
+class GlobalScales:
+    """The global scale of each tensor: that of the largest amax in its group.
+
+    Args:
+        groups: of each tensor.
+        amax: reads that of a tensor; it is asked once, by whichever thread comes first.
+        format: with global scales.
+        power_of_two: round scales up to one.
     """
 
     def __init__(
-        self, file: Reader, format: Format, reasons: Mapping[str, str | None], reason: Reason
+        self,
+        groups: Mapping[str, tuple[str, ...]],
+        amax: Callable[[str], Tensor],
+        format: Format,
+        power_of_two: bool,
     ) -> None:
-        self._file, self._format, self._reasons = file, format, reasons
+        self._groups, self._amax = groups, amax
+        self._format, self._power_of_two = format, power_of_two
         self._scales: dict[tuple[str, ...], Tensor] = {}
-        self.elsewhere: dict[str, float] = {}
-        self.warnings: list[str] = []
-        places, seen = read_index(file.path), set[str]()
-        for name in (name for name, why in reasons.items() if why is None):
-            for other in fused_with(name):
-                if other in seen:
-                    continue
-                seen.add(other)
-                if other in reasons:
-                    self._warn(name, other, reasons[other])
-                elif places is None and _SHARD.search(file.path.name):
-                    raise ValueError(
-                        f"source: servers fuse {show(name)} with {show(other)}, so both need one "
-                        f"global scale, but the latter is not in {file.path}; put the "
-                        "checkpoint's *.safetensors.index.json and its other files beside it"
-                    )
-                elif places and other in places:
-                    with Reader(file.path.parent / places[other], "source") as neighbour:
-                        self._look_at(neighbour, name, other, reason)
-
-    def _look_at(self, neighbour: Reader, name: str, other: str, reason: Reason) -> None:
-        tensor = neighbour.header.tensors.get(other)
-        if tensor is None:
-            raise ValueError(
-                f"source: the index of {self._file.path} says that {show(other)} is in "
-                f"{neighbour.path}, but it is not; fetch the checkpoint again"
-            )
-        why = reason(other, tensor)
-        self._warn(name, other, why)
-        if why is None:
-            self.elsewhere[other] = float(_amax(neighbour, other))
-
-    def _warn(self, name: str, other: str, why: str | None) -> None:
-        if why is not None:
-            self.warnings.append(
-                f"{show(name)} is quantized, but not {show(other)} ({why}), with which servers "
-                "fuse it"
-            )
+        self._locks = {group: Lock() for group in groups.values()}
 
     def __getitem__(self, name: str) -> Tensor:
-        """That of a tensor and of its group: it takes a reading of all of them, once."""
-        group = fused_with(name)
-        if group not in self._scales:
-            here = [_amax(self._file, n) for n in group if self._reasons.get(n, "") is None]
-            there = [torch.tensor(self.elsewhere[n]) for n in group if n in self.elsewhere]
-            largest = float32_bits(torch.stack([*here, *there]).amax())
-            self._scales[group] = from_float32_bits(global_scale_from_amax(largest, self._format))
-        return self._scales[group]
+        group = self._groups[name]
+        with self._locks[group]:
+            if group not in self._scales:
+                largest = float32_bits(torch.stack([self._amax(each) for each in group]).amax())
+                scale = from_float32_bits(global_scale_from_amax(largest, self._format))
+                self._scales[group] = _rounded_up(scale) if self._power_of_two else scale
+            return self._scales[group]
 
 
-def _amax(file: Reader, name: str) -> Tensor:
-    count, largest = file.header.tensors[name].numel, torch.zeros(())
-    for start in range(0, count, _CHUNK):
-        largest = torch.maximum(
-            largest, amax(file.elements(name, start, min(_CHUNK, count - start)))
-        )
+def _rounded_up(scale: Tensor) -> Tensor:
+    """The smallest power of two that is not below."""
+    mantissa, exponent = torch.frexp(scale)  # scale = mantissa * 2^exponent, from 0.5 up below 1
+    return torch.ldexp(torch.ones(()), exponent - (mantissa == 0.5).int())
+
+
+def stored_amax(files: Files, name: str) -> Tensor:
+    """The largest magnitude of a tensor in high precision."""
+    file, largest = files.holder(name), torch.zeros(())
+    tensor, memory = file.header.tensors[name], torch.empty(4 * _CHUNK, dtype=torch.uint8)
+    for start in range(0, tensor.numel, _CHUNK):
+        piece = file.elements(name, start, min(_CHUNK, tensor.numel - start), memory)
+        largest = torch.maximum(largest, amax(piece))
     return largest

@@ -13,7 +13,7 @@ from .reader import Reader
 
 __all__ = ["VERSION", "manifest_path", "read_manifest", "stale_tensors", "write_manifest"]
 
-VERSION = 1
+VERSION = 2
 
 
 def manifest_path(path: Path) -> Path:
@@ -52,12 +52,12 @@ def stale_tensors(file: Reader, manifest: Mapping[str, Any]) -> list[str]:
     A header that is not the one it was made with makes all of them stale.
     """
     made = manifest.get("file")
-    if not isinstance(made, dict) or made.get("header_sha256") != file.header_sha256():
+    if not isinstance(made, dict) or made.get("header") != file.header_checksum():
         return list(file.header.tensors)
     sums = {
         name: digest
         for tensor in manifest["tensors"].values()
-        if isinstance(tensor.get("sha256"), dict)
-        for name, digest in tensor["sha256"].items()
+        if isinstance(tensor.get("checksums"), dict)
+        for name, digest in tensor["checksums"].items()
     }
-    return [name for name in file.header.tensors if sums.get(name) != file.sha256(name)]
+    return [name for name in file.header.tensors if sums.get(name) != file.checksum(name)]

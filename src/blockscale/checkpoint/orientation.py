@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from .files import Files
 from .header import Stored
-from .index import read_index
-from .reader import Reader
 
 __all__ = ["outputs_last", "remedy"]
 
@@ -27,25 +26,23 @@ def remedy(tensor: Stored) -> str:
     )
 
 
-def outputs_last(file: Reader) -> set[str]:
-    """Names of the weights in ``file`` whose last dimension is that of the outputs.
+def outputs_last(files: Files) -> set[str]:
+    """Names of the weights in ``files`` whose last dimension is that of the outputs.
 
     That is where a bias has as many values as the last dimension, and not as the one before. A
     weight that does not tell (square, or without a bias) is taken to be as those like it: of the
     same last part of the name (``c_proj``), or parameters of the same module. Of a checkpoint in
     several files, those with the like weights are asked, too, as far as they are there.
     """
-    tensors = dict(file.header.tensors)
+    tensors = dict(files.tensors)
     found, open_ = _judge(tensors, tensors)
-    if open_ and (places := read_index(file.path)):
+    if open_ and not files.is_folder and (places := files.places):
         like = {key for name in open_ for key in _like(name)}
         names = {n for n in places if _bias(n) in places and not like.isdisjoint(_like(n))}
         for shard in sorted({places[each] for n in names for each in (n, _bias(n))}):
-            path = file.path.parent / shard
-            if path != file.path and path.exists():
-                with Reader(path, "source") as neighbour:
-                    tensors = {**neighbour.header.tensors, **tensors}
-        found, _ = _judge(tensors, file.header.tensors)
+            if (files.folder / shard).exists():
+                tensors = {**files.file(shard).header.tensors, **tensors}
+        found, _ = _judge(tensors, files.tensors)
     return found
 
 

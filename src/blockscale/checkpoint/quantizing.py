@@ -1,83 +1,89 @@
-"""``quantize_file``: one checkpoint into another, a chunk of rows at a time."""
+"""``quantize_file`` and ``quantize_folder``: checkpoints in high precision into quantized ones."""
 
 from __future__ import annotations
 
-import hashlib
-import math
 import os
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from ..checks import check_target
+from ..checks import choose
 from ..formats import Format, formats, get_format
-from ..quantize import quantize
-from .convention import (
-    INPUT_SCALE,
-    all_part_names,
-    check_names,
-    description_of,
-    metadata_for,
-    part_names,
-    parts_of,
-    read_descriptions,
-)
-from .fused import GlobalScales
-from .header import TORCH_DTYPES, Header, Stored, build
-from .manifest import VERSION, read_manifest, stale_tensors
+from .conventions import CONVENTIONS, Convention, Scheme
+from .files import Files
+from .folders import layer_names, make_folder, read_config
+from .fused import GlobalScales, groups_of, stored_amax
+from .header import TORCH_DTYPES, Header
+from .jobs import Job, Progress, check_distinct, run_jobs
 from .orientation import outputs_last
-from .reader import PIECE, Reader
+from .ours import INPUT_SCALE, metadata_for, read_descriptions
 from .selection import reason, select, why_nothing
-from .statistics import ErrorStatistics, error_bin_edges
-from .writer import Output, beside, locked, tensor_bytes
+from .storage import Description, Storage, check_names
+from .tasks import Copy, Quantize, Task
+from .writer import locked
 
-__all__ = ["CHUNK", "Progress", "chunks", "quantize_file"]
-
-# Elements: enough for eight threads. The reference, where numba is missing, needs some 500 bytes
-# for each.
-CHUNK = 1 << 21
-_ROWS = 128  # chunks start at multiples of it: no block of any format is cut
+__all__ = ["quantize_file", "quantize_folder"]
 
 
 @dataclass(frozen=True)
-class Progress:
-    """How far :func:`quantize_file` is: handed to its ``progress``.
-
-    ``bytes`` of ``total_bytes`` of the source are dealt with. ``note`` tells what became of an
-    earlier attempt (finished, resumed, or why it was started anew).
-    """
-
-    phase: str  # "check" while the source is summed, then "quantize"
-    name: str = ""
-    tensors: int = 0
-    total_tensors: int = 0
-    bytes: int = 0
-    total_bytes: int = 0
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """What will be made, known from the source's header alone."""
+class _Request:
+    """What a caller asks for."""
 
     format: Format
-    reasons: Mapping[str, str | None]  # None: quantized; else why it is copied
-    head: bytes
-    header: Header
-    scales: GlobalScales | None  # of formats that have them
-    statistics: bool
+    convention: Convention
+    include: tuple[str, ...]
+    exclude: tuple[str, ...]
+    weight_only: bool = False
 
     @property
-    def warnings(self) -> list[str]:
-        return self.scales.warnings if self.scales else []
+    def storage(self) -> Storage:
+        """How quantized tensors will lie in files."""
+        return self.convention.storages[self.format.name]
 
     @property
-    def elsewhere(self) -> dict[str, float]:
-        return self.scales.elsewhere if self.scales else {}
+    def has_input_scale(self) -> bool:
+        """Whether a global scale of activations is stored."""
+        return self.format.has_global_scale and not self.weight_only
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """All that decides about the bytes of a file."""
+        return {
+            "format": self.format.name,
+            "convention": self.convention.name,
+            "include": list(self.include),
+            "exclude": list(self.exclude),
+            "weight_only": self.weight_only,
+        }
+
+
+def _request(
+    format: str | Format,
+    convention: str,
+    include: str | Sequence[str],
+    exclude: str | Sequence[str],
+    **more: bool,
+) -> _Request:
+    fmt, conv = get_format(format), choose("convention", convention, CONVENTIONS)
+    if formats.get(fmt.name) != fmt:
+        raise ValueError(
+            f"format: {fmt.name!r} is not one of blockscale.formats, no file can name it"
+        )
+    if fmt.name not in conv.storages:
+        raise ValueError(
+            f"format: {conv.title} has no {fmt.name}; it has {', '.join(conv.storages)}, and "
+            f"convention 'blockscale' has every format"
+        )
+    if more.get("weight_only") and fmt.name not in conv.weight_only:
+        raise ValueError(
+            f"weight_only: {conv.title} has no {fmt.name} of weights alone"
+            + (f", only {', '.join(conv.weight_only)}" if conv.weight_only else "")
+            + "; leave it out"
+        )
+    include = (include,) if isinstance(include, str) else tuple(include)
+    exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude)
+    return _Request(fmt, conv, include, exclude, **more)
 
 
 def quantize_file(
@@ -87,7 +93,7 @@ def quantize_file(
     include: str | Sequence[str] = (),
     exclude: str | Sequence[str] = (),
     progress: Callable[[Progress], None] | None = None,
-    statistics: bool = True,
+    convention: str = "blockscale",
 ) -> dict[str, Any]:
     """Quantize the matrices of a safetensors file along their last dimension; copy all else.
 
@@ -108,8 +114,9 @@ def quantize_file(
         include: globs of what is quantized, instead of all but
             :data:`~blockscale.checkpoint.DEFAULT_EXCLUDE`.
         exclude: globs of what is not.
-        progress: called at each step.
-        statistics: measure what is lost, which takes a third to a half of the time.
+        progress: called at each step, by one thread at a time.
+        convention: whose names the parts of quantized tensors get, of
+            :data:`~blockscale.checkpoint.CONVENTIONS`.
 
     Weights that servers fuse get one global scale (:data:`~blockscale.checkpoint.fused.FUSED`); the
     index of a checkpoint of several files, beside ``source``, says where those are.
@@ -123,228 +130,173 @@ def quantize_file(
             quantize, ``target`` is in the way, or another process writes it.
         OSError: no such file, no room, or the source changed while it was read.
     """
-    fmt, target = get_format(format), Path(target)
-    if formats.get(fmt.name) != fmt:
-        raise ValueError(
-            f"format: {fmt.name!r} is not one of blockscale.formats, no file can name it"
-        )
-    include = (include,) if isinstance(include, str) else tuple(include)
-    exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude)
-    tell = progress or (lambda event: None)
-    with Reader(source, "source") as file:
-        plan = _plan(file, fmt, include, exclude, statistics)
-        check_target("target", target)
-        _check_distinct(file.path, target)
-        with locked(target):
-            made = read_manifest(target) if os.path.lexists(target) else None
-            if made is None and os.path.lexists(target):
-                raise _in_the_way(target, "has no manifest")
-            identity = {
-                "blockscale": _version(),
-                "format": fmt.name,
-                "include": list(include),
-                "exclude": list(exclude),
-                "statistics": statistics,
-                "elsewhere": plan.elsewhere,
-                "source": {"size": file.header.file_size, "sha256": _checksum(file, tell)},
-            }
-            if made is not None:
-                _check_same(target, made, identity, plan.head)
-                for name in ".journal", ".partial":  # of a process that was killed at the very end
-                    beside(target, name).unlink(missing_ok=True)
-                tell(Progress("check", note=f"nothing to do: {target} is finished already"))
-                return made
-            with Output(target, plan.head, plan.header, identity) as out:
-                _write(file, out, plan, tell)
-                file.check_unchanged()
-                manifest = _manifest(file, out, plan, identity, target)
-                out.commit(manifest)
-                return manifest
-
-
-def _version() -> str:
-    # looked up, not imported: the package imports far more than checkpoint needs
-    return str(sys.modules[__name__.partition(".")[0]].__version__)
-
-
-def _plan(
-    file: Reader,
-    format: Format,
-    include: tuple[str, ...],
-    exclude: tuple[str, ...],
-    statistics: bool,
-) -> _Plan:
-    try:
-        earlier = read_descriptions(file.header)
-    except ValueError as error:
-        raise ValueError(f"source: {file.path}: {error}; save it again") from None
-    tensors = file.header.tensors
-    backwards = outputs_last(file)
-    reasons = select(tensors, format, include, exclude, all_part_names(earlier), backwards)
-    if None not in reasons.values():
-        why = why_nothing(tensors, reasons, backwards)
-        raise ValueError(
-            f"source: nothing in {file.path} would be quantized to {format.name} ({why[0]}){why[1]}"
-        )
-    stored: list[tuple[str, str, tuple[int, ...]]] = []
-    descriptions = dict(earlier)
-    for name, tensor in tensors.items():
-        if reasons[name] is not None:
-            stored.append((name, tensor.dtype, tensor.shape))
-            continue
-        descriptions[name] = description_of(format, tensor.shape, TORCH_DTYPES[tensor.dtype])
-        names = part_names(name, descriptions[name])
-        stored += [(names[part], *what) for part, what in parts_of(format, tensor.shape).items()]
-    check_names((name for name, _, _ in stored), "source")
-    head, header = build(stored, metadata_for(descriptions, file.header.metadata))
-    scales = None
-    if format.has_global_scale:
-        scales = GlobalScales(
-            file, format, reasons, lambda n, t: reason(n, t, format, include, exclude)
-        )
-    return _Plan(format, reasons, head, header, scales, statistics)
-
-
-def _check_distinct(source: Path, target: Path) -> None:
-    for suffix in ("", ".partial", ".journal", ".lock", ".manifest.json", ".manifest.json.partial"):
-        path = beside(target, suffix)
-        if path.exists() and path.samefile(source):
-            raise ValueError(
-                f"target: writing {target} would destroy the source {source}; choose another name"
+    request = _request(format, convention, include, exclude)
+    target = Path(target)
+    with Files(source, "source") as files:
+        if files.is_folder:
+            raise IsADirectoryError(
+                f"source: {files.folder} is a directory; name a .safetensors file in it, or give "
+                "it to quantize_folder"
             )
+        plan = _plan(files, request)
+        check_distinct(files, target)
+        with locked(target):
+            job = plan.job(files.names[0], target)
+            (manifest,) = run_jobs(files, [job], progress or (lambda event: None))
+            return manifest
 
 
-def _in_the_way(target: Path, why: str) -> ValueError:
-    return ValueError(f"target: {target} exists and {why}; remove it, or choose another name")
-
-
-def _check_same(
-    target: Path, made: Mapping[str, Any], identity: Mapping[str, Any], head: bytes
-) -> None:
-    """ValueError unless ``target`` is the finished result of this very job."""
-    for key, value in identity.items():
-        old = made.get(key)
-        if key == "source" and isinstance(old, dict):
-            old = {k: v for k, v in old.items() if k != "name"}
-        if old != value:
-            raise _in_the_way(target, f"was made with another {key}")
-    with Reader(target, "target") as file:
-        if stale_tensors(file, made):
-            raise _in_the_way(target, "is not what its manifest says")
-        if file.header_sha256() != hashlib.sha256(head).hexdigest():
-            raise _in_the_way(target, "was made with another choice of tensors")
-
-
-def _checksum(file: Reader, tell: Callable[[Progress], None]) -> str:
-    total, done = file.header.file_size, 0
-
-    def seen(count: int) -> None:
-        nonlocal done
-        done += count
-        tell(Progress("check", file.path.name, bytes=done, total_bytes=total))
-
-    return file.file_sha256(seen)
-
-
-def _write(file: Reader, out: Output, plan: _Plan, tell: Callable[[Progress], None]) -> None:
-    """Every tensor that is not finished, in the order of the source."""
-    tensors, done = file.header.tensors, 0
-    total = sum(tensor.nbytes for tensor in tensors.values())
-    for i, (name, tensor) in enumerate(tensors.items()):
-
-        def report(count: int, name: str = name, i: int = i) -> None:
-            nonlocal done
-            done += count
-            tell(Progress("quantize", name, i, len(tensors), done, total, out.note))
-
-        report(0)
-        if name in out.records:
-            report(tensor.nbytes)
-        elif plan.reasons[name] is None:
-            out.finish(name, _quantize(file, out, name, plan, report))
-        else:
-            out.finish(name, _copy(file, out, name, report))
-    tell(Progress("quantize", "", len(tensors), len(tensors), total, total, out.note))
-
-
-def _copy(file: Reader, out: Output, name: str, report: Callable[[int], None]) -> dict[str, Any]:
-    tensor, part = file.header.tensors[name], out.part(name)
-    for start in range(0, tensor.nbytes, PIECE):
-        count = min(PIECE, tensor.nbytes - start)
-        part.write(file.bytes(tensor, start, count))
-        report(count)
-    return {"sha256": {name: part.sha256()}}
-
-
-def _quantize(
-    file: Reader, out: Output, name: str, plan: _Plan, report: Callable[[int], None]
+def quantize_folder(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    format: str | Format = "mxfp8",
+    convention: str = "blockscale",
+    include: str | Sequence[str] = (),
+    exclude: str | Sequence[str] = (),
+    progress: Callable[[Progress], None] | None = None,
+    weight_only: bool = False,
 ) -> dict[str, Any]:
-    tensor, format = file.header.tensors[name], plan.format
-    dtype = TORCH_DTYPES[tensor.dtype]
-    stored = part_names(name, description_of(format, tensor.shape, dtype))
-    parts = {part: out.part(stored_name) for part, stored_name in stored.items()}
-    scalar = None
-    if plan.scales is not None:
-        scalar = plan.scales[name]
-        parts["global_scale"].write(tensor_bytes(scalar))
-        parts["input_scale"].write(tensor_bytes(torch.tensor(INPUT_SCALE, dtype=torch.float32)))
-    statistics = ErrorStatistics()
-    for start, shape in chunks(tensor.shape, format):
-        x = file.elements(name, start, math.prod(shape)).view(shape)
-        q = quantize(x, format, global_scale=scalar)
-        parts["data"].write(tensor_bytes(q.qdata))
-        parts["scale"].write(tensor_bytes(q.scale))
-        if plan.statistics:
-            statistics.add(x, q)
-        report(x.numel() * x.itemsize)
-    sums = {stored[part]: writer.sha256() for part, writer in parts.items()}
-    return {"sha256": sums, **({"error": statistics.to_json()} if plan.statistics else {})}
+    """Quantize a folder as ``save_pretrained`` writes it, so that other programs read it.
 
+    >>> checkpoint.quantize_folder("Llama-3", "Llama-3-NVFP4", "nvfp4", "modelopt")["format"]
+    'nvfp4'
 
-def chunks(shape: Sequence[int], format: Format) -> Iterator[tuple[int, tuple[int, int, int]]]:
-    """Cut (..., N, K) into pieces that follow each other in memory and cut no block.
+    Weights are quantized as by :func:`quantize_file`, each file into one of the same name. The
+    index is made anew, ``config.json`` says what was done as ``convention`` says it, and all else
+    (tokenizer, templates, ...) is copied. ``target`` appears when all of it is complete. After a
+    kill the same call goes on.
 
-    Yields the first element of each and its shape (matrices, rows, K), about :data:`CHUNK` elements
-    of one or more matrices, or one row (of blocks) where that is more.
+    Args:
+        source: a folder with ``*.safetensors`` and their index, or with one such file.
+        target: folder to be made.
+        format: a name of :data:`blockscale.formats` that the convention has.
+        convention: a name of :data:`~blockscale.checkpoint.CONVENTIONS`: "modelopt" and
+            "compressed-tensors" are what servers read.
+        include, exclude: globs of tensors, as in :func:`quantize_file`.
+        progress: called at each step, by one thread at a time.
+        weight_only: activations stay in high precision.
+
+    Returns:
+        The manifest of the folder, ``blockscale.manifest.json`` in it.
+
+    Raises:
+        ValueError: as :func:`quantize_file`; a convention that lacks the format; a folder that is
+            quantized already, or whose index names what is not there.
+        OSError: no such folder, no room, or the source changed while it was read.
     """
-    matrices, rows, k = math.prod(shape[:-2]), shape[-2], shape[-1]
-    if format.block[0] == 1:  # then rows of several matrices may share a chunk
-        matrices, rows = 1, matrices * rows
-    if rows * k <= CHUNK:
-        step = max(1, CHUNK // (rows * k))
-        for first in range(0, matrices, step):
-            yield first * rows * k, (min(step, matrices - first), rows, k)
-        return
-    step = CHUNK // (_ROWS * k) * _ROWS
-    if not step:  # not even 128 rows
-        step = max(CHUNK // k, 1) if format.block[0] == 1 else _ROWS
-    for matrix in range(matrices):
-        for row in range(0, rows, step):
-            yield (matrix * rows + row) * k, (1, min(step, rows - row), k)
+    request = _request(format, convention, include, exclude, weight_only=weight_only)
+    with Files(source, "source") as files:
+        if not files.is_folder:
+            raise NotADirectoryError(
+                f"source: {source} is a file; name the folder with it, or give it to quantize_file"
+            )
+        config = read_config(files, "source")
+        if config.get("quantization_config") is not None:
+            raise ValueError(
+                f"source: {files.folder} is quantized already, as its config.json says; "
+                "`blockscale convert-checkpoint` writes it in another way"
+            )
+        request.convention.check_model(config, "convention")
+        plan = _plan(files, request)
+        return make_folder(
+            files,
+            Path(target),
+            plan.job,
+            request.convention.configure(plan.scheme),
+            plan.about,
+            progress or (lambda event: None),
+        )
 
 
-def _manifest(
-    file: Reader, out: Output, plan: _Plan, identity: Mapping[str, Any], target: Path
-) -> dict[str, Any]:
-    def entry(name: str, tensor: Stored) -> dict[str, Any]:
-        record = out.records[name]
-        what = {"dtype": tensor.dtype, "shape": list(tensor.shape), "source_bytes": tensor.nbytes}
-        why = plan.reasons[name]
-        what |= {"format": plan.format.name} if why is None else {"copied": why}
-        nbytes = sum(plan.header.tensors[stored].nbytes for stored in record["sha256"])
-        return {**what, "bytes": nbytes, **record}
+@dataclass(frozen=True)
+class _Plan:
+    """What will be made, known from headers alone."""
 
-    return {
-        "manifest": VERSION,
-        **identity,
-        "source": {"name": file.path.name, **identity["source"]},
-        "file": {
-            "name": target.name,
-            "size": plan.header.file_size,
-            "header_sha256": out.header_sha256,
-        },
-        "error_bin_edges": error_bin_edges(),
-        **({"input_scale": INPUT_SCALE} if plan.scales is not None else {}),
-        "warnings": plan.warnings,
-        "tensors": {name: entry(name, tensor) for name, tensor in file.header.tensors.items()},
-    }
+    files: Files
+    request: _Request
+    reasons: dict[str, str | None]  # None: quantized; else why it is copied
+    earlier: dict[str, Description]  # what is quantized already
+    scales: GlobalScales | None  # of formats that have them
+    warnings: list[str]
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """More for the manifest."""
+        has = {"input_scale": INPUT_SCALE} if self.request.has_input_scale else {}
+        return {
+            **self.request.options,
+            **has,
+            "warnings": self.warnings,
+        }
+
+    @property
+    def scheme(self) -> Scheme:
+        """For the configuration."""
+        quantized = [n.removesuffix(".weight") for n, why in self.reasons.items() if why is None]
+        left = {name for name, why in self.reasons.items() if why is not None}
+        layers = {self.request.format.name: tuple(quantized)}
+        return Scheme(layers, layer_names(self.files, left), self.request.weight_only)
+
+    def job(self, file: str, target: Path) -> Job:
+        """What is made of one file."""
+        header, request = self.files.file(file).header, self.request
+        tasks: list[Task] = []
+        descriptions = {n: d for n, d in self.earlier.items() if n in header.tensors}
+        for name, tensor in header.tensors.items():
+            why = self.reasons[name]
+            if why is not None:
+                tasks.append(Copy(name, tensor, why))
+                continue
+            descriptions[name] = Description(
+                request.storage,
+                tensor.shape,
+                TORCH_DTYPES[tensor.dtype],
+                has_input_scale=request.has_input_scale,
+            )
+            tasks.append(Quantize(name, tensor, descriptions[name], self.scales, INPUT_SCALE))
+        check_names((stored for task in tasks for stored in task.stored), "source")
+        told = descriptions if request.convention.describes_itself else {}
+        source = {"name": file, "size": header.file_size}
+        return Job(
+            target,
+            tuple(tasks),
+            metadata_for(told, header.metadata),
+            {**request.options, "source": source},
+            self.about,
+        )
+
+
+def _plan(files: Files, request: _Request) -> _Plan:
+    format, include, exclude = request.format, request.include, request.exclude
+    earlier: dict[str, Description] = {}
+    for file in files.names:
+        earlier |= _earlier(files.file(file).header, file)
+    parts = {part for name, each in earlier.items() for part in each.names(name).values()}
+    tensors, backwards = files.tensors, outputs_last(files)
+    reasons = select(tensors, format, include, exclude, parts, backwards)
+    if not request.convention.stacks:
+        why = f"a stack of matrices, of which {request.convention.title} has each by itself"
+        stacks = {n for n, why in reasons.items() if why is None and len(tensors[n].shape) > 2}
+        reasons |= dict.fromkeys(stacks, why)
+    if None not in reasons.values():
+        why, remedy = why_nothing(tensors, reasons, backwards)
+        where = files.folder if files.is_folder else files.folder / files.names[0]
+        raise ValueError(
+            f"source: nothing in {where} would be quantized to {format.name} ({why}){remedy}"
+        )
+    scales, warnings = None, list[str]()
+    if format.has_global_scale:
+        groups, warnings = groups_of(
+            files, reasons, lambda n, t: reason(n, t, format, include, exclude)
+        )
+        scales = GlobalScales(
+            groups, lambda name: stored_amax(files, name), format, request.storage.divides
+        )
+    return _Plan(files, request, reasons, earlier, scales, warnings)
+
+
+def _earlier(header: Header, file: str) -> dict[str, Description]:
+    try:
+        return read_descriptions(header)
+    except ValueError as error:
+        raise ValueError(f"source: {file}: {error}; save it again") from None

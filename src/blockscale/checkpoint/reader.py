@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import stat
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from types import TracebackType
 import numpy as np
 import torch
 from torch import Tensor
+from xxhash import xxh3_128
 
 from ..memory import memory_of
 from .header import MAX_HEADER, TORCH_DTYPES, Header, Stored, parse, show
@@ -113,15 +113,19 @@ class Reader:
         """``count`` bytes of a tensor from its byte ``start`` on."""
         return self._pread(_place(tensor, start, count), count)
 
-    def elements(self, name: str, start: int, count: int) -> Tensor:
-        """``count`` elements from element ``start`` on, in one dimension and their own memory."""
+    def elements(self, name: str, start: int, count: int, memory: Tensor | None = None) -> Tensor:
+        """``count`` elements from element ``start`` on, in one dimension; in ``memory``, bytes that
+        are as many or more, or in memory of their own."""
         tensor = self.header.tensors[name]
         dtype = TORCH_DTYPES.get(tensor.dtype)
         if dtype is None:
             raise ValueError(
                 f"{self._argument}: torch has no dtype for {tensor.dtype} ({show(name)})"
             )
-        out = torch.empty(count, dtype=dtype)  # not frombuffer: whose storage cannot be resized
+        nbytes = count * dtype.itemsize
+        if memory is None:  # not frombuffer: whose storage cannot be resized
+            memory = torch.empty(nbytes, dtype=torch.uint8)
+        out = memory[:nbytes].view(dtype)
         at = _place(tensor, start * dtype.itemsize, out.nbytes)
         self._fill(memory_of(out, np.uint8, out.nbytes).data, at)
         return out
@@ -131,23 +135,17 @@ class Reader:
         stored = self.header.tensors[name]
         return self.elements(name, 0, stored.numel).view(stored.shape)
 
-    def sha256(self, name: str) -> str:
-        """Checksum of a tensor's bytes."""
+    def checksum(self, name: str, seen: Callable[[int], None] = lambda count: None) -> str:
+        """XXH3 (128 bits) of a tensor's bytes; ``seen`` hears of each piece's length."""
         tensor = self.header.tensors[name]
-        return self._sha256(tensor.offset, tensor.nbytes)
+        return self._checksum(tensor.offset, tensor.nbytes, seen)
 
-    def header_sha256(self) -> str:
-        """Checksum of everything before the data."""
-        return self._sha256(0, self.header.data_start)
+    def header_checksum(self) -> str:
+        """The same of everything before the data."""
+        return self._checksum(0, self.header.data_start, lambda count: None)
 
-    def file_sha256(self, seen: Callable[[int], None] = lambda count: None) -> str:
-        """Checksum of the whole file; ``seen`` hears of each piece's length."""
-        return self._sha256(0, self.header.file_size, seen)
-
-    def _sha256(
-        self, offset: int, count: int, seen: Callable[[int], None] = lambda count: None
-    ) -> str:
-        digest = hashlib.sha256()
+    def _checksum(self, offset: int, count: int, seen: Callable[[int], None]) -> str:
+        digest = xxh3_128()
         for start in range(0, count, PIECE):
             piece = self._pread(offset + start, min(PIECE, count - start))
             digest.update(piece)

@@ -9,14 +9,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..formats import formats
-from ..tensor import ScaledTensor
-from .convention import all_part_names, assemble, part_names, read_descriptions
 from .header import TORCH_DTYPES, Stored, show
 from .manifest import read_manifest, stale_tensors
+from .ours import read_descriptions
 from .reader import Reader
 from .statistics import ErrorStatistics, ValueStatistics
-from .stream import CHUNK, chunks
+from .storage import Description
+from .tasks import CHUNK, pieces
 
 __all__ = ["FileReport", "TensorReport", "inspect_file"]
 
@@ -144,7 +143,8 @@ def inspect_file(
         manifest = read_manifest(file.path)
         stale = stale_tensors(file, manifest) if manifest else []
         recorded = manifest["tensors"] if manifest else {}
-        parts, tensors = all_part_names(descriptions), []
+        parts = {p for name, each in descriptions.items() for p in each.names(name).values()}
+        tensors = []
         for i, (name, stored) in enumerate(sorted(file.header.tensors.items())):
             tell(name, i, len(file.header.tensors))
             if name in descriptions:
@@ -185,13 +185,13 @@ def _survey(file: Reader, name: str, stored: Stored) -> TensorReport:
 def _quantized(
     file: Reader,
     name: str,
-    description: Mapping[str, Any],
+    description: Description,
     recorded: Mapping[str, Any],
     stale: list[str],
 ) -> TensorReport:
-    stored = part_names(name, description).values()
-    shape, is_stale, error = tuple(description["shape"]), not set(stored).isdisjoint(stale), None
-    if description.get("transposed"):
+    stored = description.names(name).values()
+    shape, is_stale, error = description.shape, not set(stored).isdisjoint(stale), None
+    if description.transposed:
         shape = (*shape[:-2], shape[-1], shape[-2])
     note = "its bytes are not those of the manifest" if is_stale else ""
     if not is_stale and "error" in recorded.get(name, {}):
@@ -201,7 +201,7 @@ def _quantized(
             note = "its errors in the manifest are damaged"
     return TensorReport(
         name,
-        description["format"],
+        description.format.name,
         shape,
         sum(file.header.tensors[part].nbytes for part in stored),
         2 * math.prod(shape),
@@ -213,47 +213,25 @@ def _quantized(
 
 
 def _measured(
-    file: Reader, source: Reader, tensor: TensorReport, description: Mapping[str, Any]
+    file: Reader, source: Reader, tensor: TensorReport, description: Description
 ) -> TensorReport:
     """The report with errors against ``source``, chunk by chunk as they were quantized."""
-    name, format = tensor.name, formats[tensor.format]
+    name = tensor.name
     original = source.header.tensors.get(name)
     if original is None or original.shape != tensor.shape:
         raise ValueError(
             f"source: {source.path} has no {show(name)} of shape {list(tensor.shape)}; name the "
             "file that was quantized"
         )
-    if str(TORCH_DTYPES.get(original.dtype)) != f"torch.{description['dtype']}":
+    if TORCH_DTYPES.get(original.dtype) != description.dtype:
         raise ValueError(
             f"source: {show(name)} is {original.dtype} in {source.path}, but "
-            f"{description['dtype']} was quantized; name the file that was"
+            f"{str(description.dtype).removeprefix('torch.')} was quantized; name the file that was"
         )
-    if description["axis"] != -1 or description.get("transposed") or "groups" in description:
+    if not description.by_rows:
         return replace(tensor, error=None, note="not measured: its blocks do not run along rows")
     error = ErrorStatistics()
-    names = part_names(name, description)
-    done = dict.fromkeys(names, 0)
-    for start, shape in chunks(tensor.shape, format):
+    for start, shape, q in pieces(name, description, True, file.elements):
         x = source.elements(name, start, math.prod(shape)).view(shape)
-        error.add(x, _chunk(file, name, description, names, done, shape))
+        error.add(x, q)
     return replace(tensor, error=error)
-
-
-def _chunk(
-    file: Reader,
-    name: str,
-    description: Mapping[str, Any],
-    names: Mapping[str, str],
-    done: dict[str, int],
-    shape: tuple[int, int, int],
-) -> ScaledTensor:
-    """The next rows of a quantized tensor; ``done`` counts what was taken of each part."""
-    format = formats[description["format"]]
-    wanted = {"data": format.data_shape(shape, -1), "scale": format.scale_shape(shape, -1)}
-    read = {}
-    for part, stored in names.items():
-        size = wanted.get(part, ())
-        first = done[part] if part in wanted else 0
-        read[stored] = file.elements(stored, first, math.prod(size)).view(size)
-        done[part] += math.prod(size)
-    return assemble(name, {**description, "shape": shape}, read.__getitem__)

@@ -1,34 +1,27 @@
-"""``save_file`` and ``load_file``: state dicts with ScaledTensors in them."""
+"""``save_file``, ``load_file`` and ``load_folder``: state dicts with ScaledTensors in them."""
 
 from __future__ import annotations
 
 import os
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ..tensor import ScaledTensor
-from .convention import (
-    INPUT_SCALE,
-    all_part_names,
-    assemble,
-    check_names,
-    describe,
-    dtype_name,
-    input_scale_name,
-    metadata_for,
-    part_names,
-    read_descriptions,
-)
+from .files import Files
+from .folders import read_config
 from .fused import fused_with
 from .header import METADATA, build, show
-from .reader import Reader
+from .ours import INPUT_SCALE, describe, metadata_for
+from .reading import descriptions_of
+from .storage import Description, check_names, dtype_name, layer_of
 from .writer import replacing, tensor_bytes
 
-__all__ = ["load_file", "save_file"]
+__all__ = ["load_file", "load_folder", "save_file"]
 
 
 def save_file(
@@ -64,18 +57,16 @@ def save_file(
             f"tensors: got {type(tensors).__name__}; expected a dictionary of tensors, as {example}"
         )
     parts: dict[str, Tensor] = {}
-    descriptions = {}
+    descriptions: dict[str, Description] = {}
     names: list[str] = []
     for name, tensor in tensors.items():
         if not isinstance(name, str) or name == METADATA:
             raise ValueError(f"tensors: {name!r} cannot be the name of a tensor; rename it")
         if isinstance(tensor, ScaledTensor):
             descriptions[name], own = describe(tensor)
-            if input_scale_name(name) in tensors:  # that stays, as any tensor
-                descriptions[name].pop("input_scale", None)
-                own.pop("input_scale", None)
-            stored = part_names(name, descriptions[name])
-            own = {stored[part]: value for part, value in own.items()}
+            if f"{layer_of(name)}input_scale" in tensors:  # that stays, as any tensor
+                descriptions[name] = replace(descriptions[name], has_input_scale=False)
+            own = {stored: own[part] for part, stored in descriptions[name].names(name).items()}
         elif isinstance(tensor, Tensor) and tensor.layout == torch.strided:
             own = {name: tensor.detach()}
         else:
@@ -123,27 +114,64 @@ def load_file(
     >>> state["layer.weight"]
     ScaledTensor(mxfp8, shape=(256, 512), axis=-1, layout=compact, dtype=torch.bfloat16, device=cpu)
 
+    What others quantized is read as well, where a ``config.json`` beside the file says how
+    (:data:`~blockscale.checkpoint.CONVENTIONS`).
+
     Returns:
         name -> :class:`~blockscale.ScaledTensor` with compact scales, or plain tensor. An
         ``input_scale`` is among them where it is not the default.
 
     Raises:
-        ValueError: the file is damaged, truncated or hostile, or its parts do not fit.
+        ValueError: the file is damaged, truncated or hostile, or its parts do not fit; it is
+            quantized in a way that is not known.
         OSError: it cannot be read.
     """
-    with Reader(path) as file:
+    return _load(path, device, folder=False)
+
+
+def load_folder(
+    path: str | os.PathLike[str], device: str | torch.device = "cpu"
+) -> dict[str, Tensor]:
+    """Read all weights of a folder, as :func:`load_file` does one file.
+
+    >>> state = checkpoint.load_folder("DeepSeek-V3")
+    >>> state["model.layers.0.mlp.gate_proj.weight"].format.name
+    'fp8_128x128'
+
+    Args:
+        path: a folder with ``*.safetensors`` and their index, or with one such file.
+        device: where tensors are put.
+
+    Returns and raises as :func:`load_file`; ValueError also for an index that names what is not
+    there.
+    """
+    return _load(path, device, folder=True)
+
+
+def _load(
+    path: str | os.PathLike[str], device: str | torch.device, folder: bool
+) -> dict[str, Tensor]:
+    if os.path.exists(path) and os.path.isdir(path) != folder:
+        what, other = ("a file", "load_file") if folder else ("a folder", "load_folder")
+        raise ValueError(f"path: {path} is {what}; give it to checkpoint.{other}")
+    with Files(path) as files:
+        descriptions = descriptions_of(files, read_config(files, "path"), "path")
+        parts = {p for name, each in descriptions.items() for p in each.names(name).values()}
+
+        def read(stored: str) -> Tensor:
+            return files.holder(stored).tensor(stored)
+
+        out: dict[str, Tensor] = {}
         try:
-            descriptions = read_descriptions(file.header)
-            parts = all_part_names(descriptions)
-            out: dict[str, Tensor] = {}
-            for name in file.header.tensors:
-                if name in descriptions:
-                    out[name] = assemble(name, descriptions[name], file.tensor).to(device)
-                    given = part_names(name, descriptions[name]).get("input_scale")
-                    if given and (value := file.tensor(given)).item() != INPUT_SCALE:
-                        out[given] = value.to(device)
-                elif name not in parts:
-                    out[name] = file.tensor(name).to(device)
-            return out
+            for name in files.tensors.keys() - parts:
+                out[name] = read(name).to(device)
+            for name, description in descriptions.items():
+                out[name] = description.assemble(name, read).to(device)
+                if (given := description.names(name).get("input_scale")) is not None:
+                    place = description.storage.places["input_scale"]
+                    value = place.decode(read(given), torch.float32).reshape(())
+                    if value.item() != INPUT_SCALE:
+                        out[f"{layer_of(name)}input_scale"] = value.to(device)
         except ValueError as error:
-            raise ValueError(f"path: {file.path}: {error}; save it again") from None
+            raise ValueError(f"path: {path}: {error}; save it again") from None
+        return {name: out[name] for name in sorted(out)}

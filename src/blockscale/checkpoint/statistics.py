@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..formats import Scale
 from ..measure import error_sums
 from ..rounding import decode_scale
 from ..stored import is_per_matrix
@@ -152,6 +154,13 @@ class ErrorStatistics:
             raise ValueError(f"these are no error statistics: {error!r}") from None
 
 
+@lru_cache
+def _values_of_codes(scale: Scale) -> Tensor:
+    """fp32, of scales of one byte."""
+    codes = torch.arange(256, dtype=torch.uint8).view(scale.dtype)
+    return decode_scale(codes, scale).to(torch.int32).view(torch.float32)
+
+
 def _scales(q: ScaledTensor) -> tuple[Array, NDArray[np.int64] | None]:
     """fp32 block scale times global scale, and how often each occurs. Neither is subnormal where
     there are two."""
@@ -162,8 +171,9 @@ def _scales(q: ScaledTensor) -> tuple[Array, NDArray[np.int64] | None]:
     if stored.dtype.itemsize == 1:
         frequencies = torch.bincount(stored.view(torch.uint8), minlength=256)
         codes = frequencies.nonzero().flatten()
-        stored, counts = codes.to(torch.uint8).view(stored.dtype), frequencies[codes].numpy()
-    scales = decode_scale(stored, q.format.scale).to(torch.int32).view(torch.float32)
+        scales, counts = _values_of_codes(q.format.scale)[codes], frequencies[codes].numpy()
+    else:
+        scales = decode_scale(stored, q.format.scale).to(torch.int32).view(torch.float32)
     return (scales if q.global_scale is None else scales * q.global_scale).numpy(), counts
 
 

@@ -20,7 +20,8 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -28,6 +29,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from filelock import FileLock, Timeout
 from torch import Tensor
+from xxhash import xxh3_128
 
 from ..checks import check_target
 from ..memory import memory_of
@@ -100,7 +102,7 @@ def replacing(path: Path, argument: str) -> Iterator[BinaryIO]:
             os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    _sync_directory(path.parent)
+    sync_directory(path.parent)
 
 
 @contextmanager
@@ -118,7 +120,7 @@ def _explained(path: Path, argument: str, hint: str = "") -> Iterator[None]:
         ) from error
 
 
-def _sync_directory(directory: Path) -> None:
+def sync_directory(directory: Path) -> None:
     """Make renames in it last."""
     with suppress(OSError):  # some file systems cannot
         descriptor = os.open(directory, os.O_RDONLY)
@@ -133,7 +135,7 @@ class Part:
 
     def __init__(self, output: Output, tensor: Stored) -> None:
         self._output, self._offset, self._left = output, tensor.offset, tensor.nbytes
-        self._digest = hashlib.sha256()
+        self._digest = xxh3_128()
 
     def write(self, piece: memoryview | bytearray | bytes) -> None:
         """Append; the caller brings exactly as many bytes as the header promised."""
@@ -144,21 +146,24 @@ class Part:
         self._offset += len(piece)
         self._left -= len(piece)
 
-    def sha256(self) -> str:
-        """Checksum of all of it."""
+    def checksum(self) -> str:
+        """Of all of it."""
         if self._left:
             raise AssertionError(f"{self._left} bytes fewer than planned")
         return self._digest.hexdigest()
 
 
 class Output:
-    """``OUT`` in the making. Use it as a context manager, with the lock held.
+    """``OUT`` in the making, with the lock held; :meth:`commit` or :meth:`close` ends it.
 
     Args:
         target: the final name.
         head: length and JSON, as :func:`header.build` makes them.
         header: where the tensors lie.
-        identity: all that decides about the bytes. A journal with another identity is not resumed.
+        identity: all that decides about the bytes, but for those of the source. A journal with
+            another identity is not resumed.
+        is_current: whether a record is of what would be made now; one that is not counts as not
+            written.
 
     Attributes:
         records: tensors that are finished, and the record given to :meth:`finish`.
@@ -168,16 +173,21 @@ class Output:
     """
 
     def __init__(
-        self, target: Path, head: bytes, header: Header, identity: Mapping[str, Any]
+        self,
+        target: Path,
+        head: bytes,
+        header: Header,
+        identity: Mapping[str, Any],
+        is_current: Callable[[str, Mapping[str, Any]], bool],
     ) -> None:
-        self._target, self._header = target, header
+        self._target, self._header, self._is_current = target, header, is_current
         self._partial, self._journal = beside(target, ".partial"), beside(target, ".journal")
-        self.header_sha256 = hashlib.sha256(head).hexdigest()
-        identity = {**identity, "header": self.header_sha256}
+        self.header_checksum = xxh3_128(head).hexdigest()
+        identity = {**identity, "header": self.header_checksum}
         self._identity = json.loads(json.dumps(identity))  # as it will be read back
         self.records, self.note = self._find_earlier()
         self._check_space()
-        self._log = self._file = -1
+        self._log, self._file, self._lock = -1, -1, threading.Lock()
         with self._explained():
             self._open(head)
 
@@ -198,11 +208,12 @@ class Output:
         records = {line["name"]: line["record"] for line in lines}
         try:
             with Reader(self._partial) as file:
-                if file.header_sha256() != self.header_sha256:
+                if file.header_checksum() != self.header_checksum:
                     raise ValueError("header")
                 whole = {name: record for name, record in records.items() if _intact(record, file)}
         except (OSError, ValueError):
             return {}, "started anew: the unfinished file is damaged"
+        whole = {name: r for name, r in whole.items() if self._is_current(name, r)}
         return whole, f"resumed: {len(whole)} tensors are finished" if whole else ""
 
     def _check_space(self) -> None:
@@ -232,12 +243,9 @@ class Output:
             self._close(discard=fresh)
             raise
 
-    def __enter__(self) -> Output:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # nothing worth resuming is nothing to leave behind
-        self._close(discard=kind is not None and not self.records)
+    def close(self) -> None:
+        """Leave what is finished for another attempt; nothing where nothing is."""
+        self._close(discard=not self.records)
 
     def _close(self, discard: bool) -> None:
         for descriptor in (self._file, self._log):
@@ -261,15 +269,16 @@ class Output:
                 done = os.pwrite(self._file, view, offset)
                 view, offset = view[done:], offset + done
 
-    def part(self, name: str) -> Part:
-        """A writer of this stored tensor."""
-        return Part(self, self._header.tensors[name])
+    def parts(self, names: Iterable[str]) -> dict[str, Part]:
+        """Writers of these stored tensors."""
+        return {name: Part(self, self._header.tensors[name]) for name in names}
 
     def finish(self, name: str, record: Mapping[str, Any]) -> None:
-        """Note that a tensor is done. ``record["sha256"]`` maps stored names to checksums."""
-        with self._explained():
-            self._append({"name": name, "record": record})
-        self.records[name] = record
+        """Note that a tensor is done. ``record["checksums"]`` are those of its stored tensors."""
+        with self._lock:
+            with self._explained():
+                self._append({"name": name, "record": record})
+            self.records[name] = record
 
     def _append(self, line: Mapping[str, Any]) -> None:
         text = json.dumps(line).encode()
@@ -284,12 +293,13 @@ class Output:
             os.fsync(self._file)
             write_manifest(self._target, manifest)
             os.replace(self._partial, self._target)
-            _sync_directory(self._target.parent)
+            sync_directory(self._target.parent)
             self._journal.unlink()
+        self._close(discard=False)
 
 
 def _intact(record: Mapping[str, Any], file: Reader) -> bool:
-    return all(file.sha256(name) == digest for name, digest in record["sha256"].items())
+    return all(file.checksum(name) == digest for name, digest in record["checksums"].items())
 
 
 def _reserve(descriptor: int, size: int) -> None:

@@ -10,6 +10,7 @@ import typer
 from .. import __version__
 from . import bench_model, emulate_gemm, emulate_mega, emulate_quantize
 from .bench import bench
+from .convert_checkpoint import convert_checkpoint
 from .doctor import doctor
 from .emulate import emulate
 from .inspect import inspect
@@ -46,6 +47,7 @@ def _options(
 app.command()(doctor)
 app.command()(inspect)
 app.command()(quantize)
+app.command("convert-checkpoint")(convert_checkpoint)
 app.command()(train)
 app.command()(warm)
 emulate.command("gemm")(emulate_gemm.gemm)

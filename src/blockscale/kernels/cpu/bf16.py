@@ -17,11 +17,11 @@ from torch import Tensor
 
 from ...formats import FP32, Format
 from ...memory import memory_of
+from ...threads import run
 from ..common.spec import specify
 from . import compiled, pairing, tiling
 from .intrinsics import ROWS, TILE
 from .spec import Strided, geometry, scale_values, values
-from .threads import run
 
 __all__ = ["Pairs", "available", "is_exact", "multiply", "pair"]
 

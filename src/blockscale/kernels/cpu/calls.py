@@ -23,9 +23,9 @@ from ...formats import UE4M3, Format, formats
 from ...memory import memory_of
 from ...rounding import FP32_INF, FP32_ONE, float32_bits, from_float32_bits, global_scale_from_amax
 from ...seed import Numbers, numbers_of
+from ...threads import run
 from ..common.spec import NEAREST_UE4M3, specify
 from .spec import Geometry, Strided, geometry, scale_values, supported, values
-from .threads import run
 
 __all__ = [
     "ITEMS",

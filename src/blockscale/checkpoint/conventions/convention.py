@@ -1,0 +1,82 @@
+"""What a convention is: where parts of quantized tensors lie, and what a configuration says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..storage import Storage
+
+__all__ = ["Convention", "Scheme"]
+
+Json = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """What is quantized in a checkpoint, as its configuration says it.
+
+    Attributes:
+        layers: format -> names of the layers that have it.
+        left_alone: names of layers with matrices that are not quantized.
+        weight_only: products are of activations in high precision.
+    """
+
+    layers: Mapping[str, tuple[str, ...]]
+    left_alone: tuple[str, ...] = ()
+    weight_only: bool = False
+
+    def only_format(self, title: str) -> str:
+        """The format of all layers. ValueError where they have several."""
+        if len(self.layers) > 1:
+            raise ValueError(
+                f"to: {title} has one format for a checkpoint, and this has "
+                f"{', '.join(self.layers)}; choose one by format, or another convention"
+            )
+        return next(iter(self.layers))
+
+
+def _never(quantization: Json) -> bool:
+    return False
+
+
+@dataclass(frozen=True)
+class Convention:
+    """How one family of programs writes quantized checkpoints.
+
+    Attributes:
+        name: as users choose it.
+        title: whose it is.
+        storages: how tensors of each format lie in files.
+        methods: values of ``quant_method`` in a configuration.
+        configure: what files of a folder say of a scheme: name of a file -> what is put into it.
+        is_weight_only: whether a ``quantization_config`` says that activations are not quantized.
+        fuses: servers that read it make one of several weights, which share a global scale, and
+            need an ``input_scale``.
+        weight_only: formats that it has with activations in high precision, too.
+        describes_itself: files say in their headers what is quantized.
+        stacks: it has tensors of several matrices; others have a name for each matrix.
+        model_types: the only ones that it is for; empty: for all.
+    """
+
+    name: str
+    title: str
+    storages: Mapping[str, Storage]
+    methods: tuple[str, ...]
+    configure: Callable[[Scheme], Mapping[str, Json]]
+    is_weight_only: Callable[[Json], bool] = _never
+    fuses: bool = False
+    weight_only: tuple[str, ...] = ()
+    describes_itself: bool = False
+    stacks: bool = False
+    model_types: tuple[str, ...] = ()
+
+    def check_model(self, config: Json, argument: str) -> None:
+        """ValueError unless it can be written for such a model."""
+        model = config.get("model_type")
+        if self.model_types and model not in self.model_types:
+            raise ValueError(
+                f"{argument}: {self.title} is for models of type {', '.join(self.model_types)}, "
+                f"and this config.json has {model!r:.40}; choose another convention"
+            )

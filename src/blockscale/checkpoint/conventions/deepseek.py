@@ -1,0 +1,89 @@
+"""DeepSeek's checkpoints: V3's blocks of 128x128, and V4's with experts of four bits.
+
+Source: the config.json of deepseek-ai/DeepSeek-V3, transformers' ``FineGrainedFP8Config`` (also of
+"mxfp8") and vLLM 0.33's ``models/deepseek_v4``. ``weight_scale_inv`` multiplies.
+"""
+
+from __future__ import annotations
+
+from ...formats import formats
+from ..storage import Place, Storage
+from .convention import Convention, Json, Scheme
+
+__all__ = ["DEEPSEEK", "DEEPSEEK_V4", "FINE_GRAINED"]
+
+_DATA = Place("{name}", ("F8_E4M3",))
+
+
+def _configure(scheme: Scheme) -> dict[str, Json]:
+    config = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": list(scheme.left_alone),
+    }
+    return {"config.json": {"quantization_config": config}}
+
+
+def _configure_v4(scheme: Scheme) -> dict[str, Json]:
+    content = _configure(scheme)["config.json"]
+    config = {**content["quantization_config"], "scale_fmt": "ue8m0"}
+    return {"config.json": {"quantization_config": config, "expert_dtype": "fp4"}}
+
+
+def _configure_fine_grained(scheme: Scheme) -> dict[str, Json]:
+    config = {
+        "quant_method": "mxfp8",
+        "weight_block_size": [1, 32],
+        "scale_fmt": "ue8m0",
+        "activation_scheme": "dynamic",
+        "modules_to_not_convert": list(scheme.left_alone),
+    }
+    return {"config.json": {"quantization_config": config}}
+
+
+DEEPSEEK = Convention(
+    name="deepseek",
+    title="DeepSeek's FP8 blocks",
+    storages={
+        "fp8_128x128": Storage(
+            formats["fp8_128x128"],
+            {"data": _DATA, "scale": Place("{name}_scale_inv", ("F32", "F8_E8M0", "BF16"))},
+        )
+    },
+    methods=("fp8",),
+    configure=_configure,
+)
+
+DEEPSEEK_V4 = Convention(
+    name="deepseek-v4",
+    title="DeepSeek V4's FP8 blocks and FP4 experts",
+    storages={
+        "fp8_128x128": Storage(
+            formats["fp8_128x128"],
+            {"data": _DATA, "scale": Place("{layer}scale", ("F8_E8M0", "F32"))},
+            scale_rounding="rceil",
+        ),
+        "mxfp4": Storage(
+            formats["mxfp4"],
+            {"data": Place("{name}", ("I8",)), "scale": Place("{layer}scale", ("F8_E8M0",))},
+        ),
+    },
+    methods=("fp8",),
+    configure=_configure_v4,
+    model_types=("deepseek_v4",),
+)
+
+FINE_GRAINED = Convention(
+    name="fine-grained",
+    title="transformers' fine-grained MXFP8",
+    storages={
+        "mxfp8": Storage(
+            formats["mxfp8"],
+            {"data": _DATA, "scale": Place("{name}_scale_inv", ("U8", "F8_E8M0"))},
+        )
+    },
+    methods=("mxfp8",),
+    configure=_configure_fine_grained,
+)

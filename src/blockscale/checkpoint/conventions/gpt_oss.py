@@ -1,0 +1,38 @@
+"""gpt-oss: stacked experts of MXFP4, read by transformers, vLLM and SGLang.
+
+Source: openai/gpt-oss ``gpt_oss/torch/weights.py``, and transformers' ``integrations/mxfp4.py``,
+which keeps the transposed parameter. Rows of ``gate_up_proj`` alternate, gate first.
+"""
+
+from __future__ import annotations
+
+from ...formats import formats
+from ..storage import Place, Storage, blocks
+from .convention import Convention, Json, Scheme
+
+__all__ = ["GPT_OSS"]
+
+
+def _configure(scheme: Scheme) -> dict[str, Json]:
+    scheme.only_format("gpt-oss")
+    config = {"quant_method": "mxfp4", "modules_to_not_convert": list(scheme.left_alone)}
+    return {"config.json": {"quantization_config": config}}
+
+
+GPT_OSS = Convention(
+    name="gpt-oss",
+    title="gpt-oss",
+    storages={
+        "mxfp4": Storage(
+            formats["mxfp4"],
+            {
+                "data": Place("{name}_blocks", ("U8",), blocks(16)),
+                "scale": Place("{name}_scales", ("U8",)),
+            },
+        )
+    },
+    methods=("mxfp4",),
+    configure=_configure,
+    stacks=True,
+    model_types=("gpt_oss",),
+)

@@ -1,0 +1,100 @@
+"""NVIDIA ModelOpt: read by vLLM, SGLang and TensorRT-LLM.
+
+Source: what ModelOpt 0.47's ``export_hf_checkpoint`` writes, and vLLM 0.33's
+``quantization/modelopt.py``. vLLM reads ``config.json``, and of older folders
+``hf_quant_config.json``; TensorRT-LLM reads the latter.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...formats import formats
+from ..ours import STORAGES
+from .convention import Convention, Json, Scheme
+
+__all__ = ["MODELOPT"]
+
+_PRODUCER = {"name": "modelopt", "version": "0.47.0"}
+#: Format and whether weights only -> quant_algo.
+_ALGOS = {
+    ("mxfp8", False): "MXFP8",
+    ("nvfp4", False): "NVFP4",
+    ("nvfp4", True): "W4A16_NVFP4",
+}
+
+
+def _algo(format: str, weight_only: bool) -> str:
+    return _ALGOS.get((format, weight_only)) or _ALGOS[format, False]
+
+
+def _group(name: str, scheme: Scheme, targets: list[str]) -> Json:
+    format = formats[name]
+    numbers = {
+        "dynamic": False,
+        "num_bits": format.element.bits,
+        "type": "float",
+        "group_size": format.block_size,
+    }
+    activations = {} if scheme.weight_only else {"input_activations": numbers}
+    return {**activations, "weights": numbers, "targets": targets}
+
+
+def _configure(scheme: Scheme) -> dict[str, Json]:
+    several = len(scheme.layers) > 1
+    format = next(iter(scheme.layers))
+    algo = "MIXED_PRECISION" if several else _algo(format, scheme.weight_only)
+    config: dict[str, Any] = {
+        "quant_method": "modelopt",
+        "quant_algo": algo,
+        "producer": _PRODUCER,
+        "ignore": list(scheme.left_alone),
+    }
+    older: dict[str, Any] = {"quant_algo": algo, "kv_cache_quant_algo": None}
+    if several:
+        layers = {
+            layer: {
+                "quant_algo": _algo(name, scheme.weight_only),
+                "group_size": formats[name].block_size,
+            }
+            for name, layers in scheme.layers.items()
+            for layer in layers
+        }
+        older = {**older, "quantized_layers": layers}
+        config["quantized_layers"] = layers
+        config["config_groups"] = {
+            f"group_{i}": _group(name, scheme, list(layers))
+            for i, (name, layers) in enumerate(scheme.layers.items())
+        }
+    else:
+        older = {
+            **older,
+            "group_size": formats[format].block_size,
+            "exclude_modules": list(scheme.left_alone),
+        }
+        if formats[format].has_global_scale:
+            config["config_groups"] = {"group_0": _group(format, scheme, ["Linear"])}
+    return {
+        "config.json": {"quantization_config": config},
+        "hf_quant_config.json": {"producer": _PRODUCER, "quantization": older},
+    }
+
+
+def _is_weight_only(quantization: Json) -> bool:
+    groups = quantization.get("config_groups")
+    return quantization.get("quant_algo") == "W4A16_NVFP4" or (
+        isinstance(groups, dict)
+        and all(isinstance(g, dict) and not g.get("input_activations") for g in groups.values())
+    )
+
+
+MODELOPT = Convention(
+    name="modelopt",
+    title="NVIDIA ModelOpt",
+    storages={name: STORAGES[name] for name, _ in _ALGOS},
+    methods=("modelopt", "modelopt_fp4", "modelopt_mxfp8"),
+    configure=_configure,
+    is_weight_only=_is_weight_only,
+    fuses=True,
+    weight_only=("nvfp4",),
+)

@@ -1,0 +1,31 @@
+"""Our own convention: every format, described in the files' headers."""
+
+from __future__ import annotations
+
+from ..ours import STORAGES
+from .convention import Convention, Json, Scheme
+
+__all__ = ["BLOCKSCALE"]
+
+
+def _configure(scheme: Scheme) -> dict[str, Json]:
+    """So that no program takes the codes for weights."""
+    config = {
+        "quant_method": "blockscale",
+        "formats": sorted(scheme.layers),
+        "weight_only": scheme.weight_only,
+        "modules_to_not_convert": list(scheme.left_alone),
+    }
+    return {"config.json": {"quantization_config": config}}
+
+
+BLOCKSCALE = Convention(
+    name="blockscale",
+    title="blockscale",
+    storages=STORAGES,
+    methods=("blockscale",),
+    configure=_configure,
+    is_weight_only=lambda quantization: quantization.get("weight_only") is True,
+    describes_itself=True,
+    stacks=True,
+)

@@ -1,0 +1,280 @@
+"""``convert_folder``: a quantized checkpoint from one convention into another."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..checks import choose
+from ..formats import Format, get_format
+from .conventions import CONVENTIONS, Convention, Scheme
+from .files import Files
+from .folders import layer_names, make_folder, read_config
+from .fused import GlobalScales, fused_with
+from .header import show
+from .jobs import Job, Progress
+from .ours import INPUT_SCALE, KEY, metadata_for
+from .reading import convention_of, descriptions_of
+from .rewriting import Dequantize, Requantize, Rewrite, quantized_amax
+from .storage import Description, check_names
+from .tasks import Copy, Task
+
+__all__ = ["HIGH_PRECISION", "convert_folder"]
+
+#: What ``to`` is for weights that are not quantized.
+HIGH_PRECISION = "bf16"
+
+
+def convert_folder(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    to: str,
+    format: str | Format | None = None,
+    repair: bool = False,
+    progress: Callable[[Progress], None] | None = None,
+) -> dict[str, Any]:
+    """Write a quantized folder as others write it, with the same codes and scales where possible.
+
+    >>> checkpoint.convert_folder("DeepSeek-V3", "DeepSeek-V3-ct", "compressed-tensors")["to"]
+    'compressed-tensors'
+
+    Nothing is rounded a second time but what has to be: a tensor whose ``format`` changes, one of a
+    fused group that gets the global scale of the others (``repair``), and by one unit of fp32 a
+    global scale of which the reciprocal is stored. The manifests of files say so of each tensor
+    (``rounded_again``, with what was lost, and ``rounded_reciprocal``).
+
+    Args:
+        source: a folder that one of :data:`~blockscale.checkpoint.CONVENTIONS` describes.
+        target: folder to be made, as by :func:`quantize_folder`.
+        to: a name of a convention; or "bf16", for values in the dtype of the model.
+        format: of quantized tensors, instead of the one that they have.
+        repair: give NVFP4 weights what servers need and their file lacks: an ``input_scale`` (of 1,
+            not calibrated), and one global scale for weights that are fused.
+        progress: called at each step, by one thread at a time.
+
+    Returns:
+        The manifest of the folder, ``blockscale.manifest.json`` in it.
+
+    Raises:
+        ValueError: a folder that is not quantized, or in an unknown way; a convention that lacks a
+            format of the source; NVFP4 weights that need a repair; ``target`` is in the way.
+        OSError: no such folder, no room, or the source changed while it was read.
+    """
+    convention = None
+    if to != HIGH_PRECISION:
+        convention = choose("to", to, {**CONVENTIONS, HIGH_PRECISION: None})
+    fmt = None if format is None else get_format(format)
+    with Files(source, "source") as files:
+        if not files.is_folder:
+            raise NotADirectoryError(f"source: {source} is a file; name the folder with it")
+        config = read_config(files, "source")
+        if convention is not None:
+            convention.check_model(config, "to")
+        found = descriptions_of(files, config, "source")
+        if not found:
+            raise ValueError(
+                f"source: nothing in {files.folder} is quantized; `blockscale quantize` does that"
+            )
+        before = convention_of(config, "source")
+        quantization = config.get("quantization_config") or {}
+        plan = _Plan(
+            *(files, found, convention, fmt, repair),
+            weight_only=before is not None and before.is_weight_only(quantization),
+        )
+        plan.check()
+        return make_folder(
+            files,
+            Path(target),
+            plan.job,
+            convention.configure(plan.scheme) if convention else {},
+            plan.about,
+            progress or (lambda event: None),
+        )
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What will be made, known from headers and global scales alone."""
+
+    files: Files
+    found: Mapping[str, Description]
+    convention: Convention | None  # None: high precision
+    format: Format | None
+    repair: bool
+    weight_only: bool
+    # of members of fused groups that get another one: their group's largest
+    repaired: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """All that decides about bytes."""
+        return {
+            "to": self.convention.name if self.convention else HIGH_PRECISION,
+            "format": self.format.name if self.format else None,
+            "repair": self.repair,
+        }
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """For the manifest."""
+        return {**self.options, **({"input_scale": INPUT_SCALE} if self._lacking else {})}
+
+    @property
+    def _lacking(self) -> list[str]:
+        """Names of weights that get an ``input_scale`` and had none."""
+        if self.convention is None:
+            return []
+        return [
+            name
+            for name, each in self.found.items()
+            if self.made(name).has_input_scale and not each.has_input_scale
+        ]
+
+    def made(self, name: str) -> Description:
+        """What a tensor becomes in a convention."""
+        description = self.found[name]
+        assert self.convention is not None
+        storage = self.convention.storages[(self.format or description.format).name]
+        has = storage.format.has_global_scale and not self.weight_only
+        return replace(description, storage=storage, has_input_scale=has)
+
+    @property
+    def scheme(self) -> Scheme:
+        """For the configuration."""
+        layers: dict[str, list[str]] = {}
+        for name in self.found:
+            made = layers.setdefault(self.made(name).format.name, [])
+            made.append(name.removesuffix(".weight"))
+        parts = {p for name, each in self.found.items() for p in each.names(name).values()}
+        left_alone = layer_names(self.files, self.files.tensors.keys() - parts)
+        formats = {format: tuple(names) for format, names in layers.items()}
+        return Scheme(formats, left_alone, self.weight_only)
+
+    def check(self) -> None:
+        """ValueError for what cannot be converted so."""
+        for name, description in self.found.items():
+            if not description.by_rows:
+                raise ValueError(
+                    f"source: blocks of {show(name)} do not run along its rows, as others need; "
+                    "load it by checkpoint.load_file, and quantize what it dequantizes to"
+                )
+            if self.convention is None:
+                continue
+            if len(description.shape) > 2 and not self.convention.stacks:
+                raise ValueError(
+                    f"to: {show(name)} is a stack of {math.prod(description.shape[:-2])} matrices, "
+                    f"and {self.convention.title} has each under a name of its own; choose "
+                    "another convention, or 'bf16'"
+                )
+            format = self.format or description.format
+            if format.name not in self.convention.storages:
+                raise ValueError(
+                    f"to: {self.convention.title} has no {format.name} ({show(name)}); it has "
+                    f"{', '.join(self.convention.storages)}: choose one by format, which rounds a "
+                    "second time, or another convention"
+                )
+        if self.convention is not None and self.convention.fuses:
+            self._check_input_scales()
+            self._check_groups()
+
+    def _check_input_scales(self) -> None:
+        missing = self._lacking
+        if missing and not self.repair:
+            raise ValueError(
+                f"source: {len(missing)} weights ({show(missing[0])}, ...) have no input_scale, "
+                "and servers would read memory that nobody wrote; with repair they get "
+                f"{INPUT_SCALE:g}, which nothing calibrated"
+            )
+
+    def _check_groups(self) -> None:
+        for name, description in self.found.items():
+            if not description.format.has_global_scale or self.format is not None:
+                continue
+            group = self._group(name)
+            scales = {each: self._global_scale(each) for each in group}
+            largest = max(scales.values())
+            if scales[name] == largest:
+                continue
+            if not self.repair:
+                raise ValueError(
+                    f"source: servers fuse {', '.join(map(show, group))}, whose global scales "
+                    f"differ ({', '.join(f'{s:.4g}' for s in scales.values())}); with repair the "
+                    "smaller ones are quantized again with the largest"
+                )
+            self.repaired[name] = torch.tensor(largest)
+
+    def _group(self, name: str) -> tuple[str, ...]:
+        """Those that servers fuse with it."""
+        return tuple(each for each in fused_with(name) if each in self.found)
+
+    def _global_scale(self, name: str) -> float:
+        description = self.found[name]
+        place = description.storage.places["global_scale"]
+        value = self.files.holder(place.of(name)).tensor(place.of(name))
+        if value.numel() != 1:
+            raise ValueError(
+                f"source: {show(name)} has {value.numel()} global scales, one for each matrix; "
+                "others have one for a tensor: store each matrix under a name of its own"
+            )
+        return place.decode(value, torch.float32).item()
+
+    def _task(self, name: str) -> Task:
+        description = self.found[name]
+        parts = {
+            stored: self.files.holder(stored).header.tensors[stored]
+            for stored in description.names(name).values()
+        }
+        data = parts[description.names(name)["data"]]
+        if self.convention is None:
+            return Dequantize(name, data, description, parts)
+        made = self.made(name)
+        if name in self.repaired:
+            return Requantize(name, data, description, parts, made, self.repaired, INPUT_SCALE)
+        if made.format == description.format:
+            return Rewrite(name, data, description, parts, made, INPUT_SCALE)
+        return Requantize(name, data, description, parts, made, self._scales, INPUT_SCALE)
+
+    @cached_property
+    def _scales(self) -> GlobalScales | None:
+        """Of tensors that get another format."""
+        if self.convention is None or self.format is None or not self.format.has_global_scale:
+            return None
+        groups = {name: self._group(name) for name in self.found}
+        return GlobalScales(
+            groups,
+            lambda name: quantized_amax(self.files, name, self.found[name]),
+            self.format,
+            self.convention.storages[self.format.name].divides,
+        )
+
+    def job(self, file: str, target: Path) -> Job:
+        """What is made of one file: tensors that have their data there."""
+        header = self.files.file(file).header
+        owners = {each.names(name)["data"]: name for name, each in self.found.items()}
+        parts = {p for name, each in self.found.items() for p in each.names(name).values()}
+        tasks: list[Task] = []
+        made: dict[str, Description] = {}
+        for stored, tensor in header.tensors.items():
+            if stored in owners:
+                tasks.append(self._task(owners[stored]))
+                if self.convention is not None and self.convention.describes_itself:
+                    made[owners[stored]] = self.made(owners[stored])
+            elif stored not in parts:
+                tasks.append(Copy(stored, tensor, "not quantized"))
+        check_names((stored for task in tasks for stored in task.stored), "source")
+        metadata = {key: value for key, value in header.metadata.items() if key != KEY}
+        source = {"name": file, "size": header.file_size}
+        return Job(
+            target,
+            tuple(tasks),
+            metadata_for(made, metadata),
+            {**self.options, "source": source},
+        )

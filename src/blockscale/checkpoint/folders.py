@@ -1,0 +1,156 @@
+"""Whole folders: every file of weights, the index, the configuration, and what lies beside them.
+
+``OUT`` is made as ``OUT.partial`` and gets its name when it is complete. What is in it already, a
+killed run left finished: the same command goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from .files import Files
+from .header import Header, parse_json
+from .jobs import Job, Progress, run_jobs
+from .summary import Summary
+from .writer import beside, locked, replacing, sync_directory
+
+__all__ = ["MANIFEST", "layer_names", "make_folder", "read_config"]
+
+CONFIG = "config.json"
+#: What says how a checkpoint is quantized: never copied.
+_CONFIGS = (CONFIG, "hf_quant_config.json")
+MANIFEST = "blockscale.manifest.json"
+
+
+def layer_names(files: Files, tensors: Collection[str]) -> tuple[str, ...]:
+    """Layers of these matrices, but those of tables and norms, and the output head by its usual
+    name: it may have no tensor of its own."""
+    found = [
+        name.removesuffix(".weight")
+        for name in files.tensors
+        if name in tensors and name.endswith(".weight") and len(files.tensors[name].shape) > 1
+    ]
+    return tuple(dict.fromkeys(["lm_head", *found]))
+
+
+def read_config(files: Files, argument: str) -> dict[str, Any]:
+    """``config.json`` beside the files; empty where there is none. ValueError if damaged."""
+    path = files.folder / CONFIG
+    try:
+        content = parse_json(path.read_bytes())
+        if not isinstance(content, dict):
+            raise ValueError("it is not an object")
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise ValueError(f"{argument}: {path}: {error}; fetch it again") from None
+    return content
+
+
+def make_folder(
+    files: Files,
+    target: Path,
+    job: Callable[[str, Path], Job],
+    configuration: Mapping[str, Mapping[str, Any]],
+    about: Mapping[str, Any],
+    tell: Callable[[Progress], None],
+) -> dict[str, Any]:
+    """Make ``target`` with a file of ``job`` for each of ``files``; returns its manifest."""
+    _check_place(files, target)
+    config, (others, weights) = read_config(files, "source"), files.beside()
+    if not config and any("config.json" in name for name in configuration):
+        raise ValueError(
+            f"source: {files.folder} has no {CONFIG}, which says what the model is; put it there"
+        )
+    with locked(target):
+        work = beside(target, ".partial")
+        finished = os.path.lexists(target)
+        if not finished:
+            work.mkdir(exist_ok=True)
+        place = target if finished else work
+        jobs = [each for name in files.names if (each := job(name, place / name)).tasks]
+        texts = _texts(files, jobs, config, configuration)
+        if finished:
+            _check_finished(target, jobs, texts)
+        summary, made = Summary(), []
+        for file in run_jobs(files, jobs, tell):
+            summary.add(file)
+            made.append(file["file"])
+        manifest = {**about, "files": made, "left_out": weights, "summary": summary.to_json()}
+        if not finished:
+            texts[MANIFEST] = json.dumps(manifest, indent=1).encode() + b"\n"
+            _write_rest(work, texts, others)
+            os.replace(work, target)
+            sync_directory(target.parent)
+        return manifest
+
+
+def _check_place(files: Files, target: Path) -> None:
+    """ValueError unless ``target`` can be made, or is a folder and not the source."""
+    if target.is_file():
+        raise ValueError(f"target: {target} is a file; choose another name")
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"target: {target.parent} does not exist; make it first")
+    if target.resolve() == files.folder.resolve() or files.folder.resolve() in (
+        *target.resolve().parents,
+    ):
+        raise ValueError(f"target: {target} is the source, or lies in it; choose another place")
+
+
+def _check_finished(target: Path, jobs: list[Job], texts: Mapping[str, bytes]) -> None:
+    def has(name: str, content: bytes | None = None) -> bool:
+        path = target / name
+        return path.is_file() and (content is None or path.read_bytes() == content)
+
+    wrong = [job.target.name for job in jobs if not has(job.target.name)]
+    wrong += [name for name, content in texts.items() if not has(name, content)]
+    wrong += [MANIFEST] * (not has(MANIFEST))
+    if wrong:
+        raise ValueError(
+            f"target: {target} exists, and {wrong[0]} in it is not what this command makes; remove "
+            "it, or choose another name"
+        )
+
+
+def _texts(
+    files: Files,
+    jobs: list[Job],
+    config: Mapping[str, Any],
+    configuration: Mapping[str, Mapping[str, Any]],
+) -> dict[str, bytes]:
+    """Name -> content of what is made anew beside the weights."""
+    out = {}
+    if config:
+        plain = {key: value for key, value in config.items() if key != "quantization_config"}
+        out[CONFIG] = _json({**plain, **configuration.get(CONFIG, {})})
+    out |= {name: _json(content) for name, content in configuration.items() if name != CONFIG}
+    if files.index is not None:
+        out[files.index] = _json(_index({job.target.name: job.header for job in jobs}))
+    return out
+
+
+def _json(content: Mapping[str, Any]) -> bytes:
+    return json.dumps(content, indent=2).encode() + b"\n"
+
+
+def _write_rest(work: Path, texts: Mapping[str, bytes], others: Mapping[str, Path]) -> None:
+    for name, path in others.items():
+        if name in texts or name in _CONFIGS or name.endswith(".manifest.json"):
+            continue
+        (work / name).parent.mkdir(parents=True, exist_ok=True)
+        with replacing(work / name, "target") as out, open(path, "rb") as original:
+            shutil.copyfileobj(original, out)
+    for name, content in texts.items():
+        with replacing(work / name, "target") as out:
+            out.write(content)
+
+
+def _index(headers: Mapping[str, Header]) -> dict[str, Any]:
+    places = {name: file for file, header in headers.items() for name in header.tensors}
+    size = sum(each.nbytes for header in headers.values() for each in header.tensors.values())
+    return {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}

@@ -1,0 +1,290 @@
+"""Files in the making: tasks spread over threads, journals, and manifests."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from xxhash import xxh3_128
+
+from ..checks import check_target
+from ..threads import single
+from .files import Files
+from .header import Header, build
+from .manifest import VERSION, read_manifest, stale_tensors
+from .reader import Reader
+from .statistics import error_bin_edges
+from .tasks import Source, Task
+from .writer import Output, beside
+
+__all__ = ["Job", "Progress", "run_jobs"]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a conversion is: handed to its ``progress``, of one thread at a time.
+
+    ``bytes`` of ``total_bytes`` of the source are dealt with, ``tensors`` are finished. ``note``
+    tells what became of an earlier attempt (finished, resumed, or why it was started anew).
+    """
+
+    name: str = ""
+    tensors: int = 0
+    total_tensors: int = 0
+    bytes: int = 0
+    total_bytes: int = 0
+    note: str = ""
+
+
+Tell = Callable[[Progress], None]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One file to be made.
+
+    Attributes:
+        target: its name.
+        tasks: what makes its tensors.
+        metadata: of its header.
+        options: what was asked for. An unfinished file made with others is not gone on with.
+        about: more for the manifest.
+    """
+
+    target: Path
+    tasks: tuple[Task, ...]
+    metadata: Mapping[str, str]
+    options: Mapping[str, Any]
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def _built(self) -> tuple[bytes, Header]:
+        stored = ((name, *what) for task in self.tasks for name, what in task.stored.items())
+        return build(stored, self.metadata)
+
+    @property
+    def head(self) -> bytes:
+        """Length and JSON of its header."""
+        return self._built[0]
+
+    @property
+    def header(self) -> Header:
+        """Where its tensors lie."""
+        return self._built[1]
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """All that decides about its bytes but those of the source."""
+        return {"blockscale": _version(), **self.options}
+
+
+def _version() -> str:
+    # looked up, not imported: the package imports far more than checkpoint needs
+    return str(sys.modules[__name__.partition(".")[0]].__version__)
+
+
+def run_jobs(files: Files, jobs: Sequence[Job], tell: Tell) -> Iterator[dict[str, Any]]:
+    """Make all files, in this order, each under its name when it is complete; yields manifests.
+
+    As many threads as torch has work on tensors; those of the next file are begun while the last
+    ones of a file are still in work.
+    """
+    total = sum(
+        files.holder(n).header.tensors[n].nbytes for j in jobs for t in j.tasks for n in t.reads
+    )
+    counter = _Counter(tell, sum(len(job.tasks) for job in jobs), total)
+    stop = threading.Event()
+    open_: deque[_Open] = deque()
+    with ThreadPoolExecutor(torch.get_num_threads(), "blockscale") as pool:
+        try:
+            for job in jobs:
+                made = _finished(files, job, counter)
+                open_.append(_Open(files, job, made, pool, counter, stop))
+                if len(open_) > 1:
+                    yield open_[0].finish()
+                    open_.popleft()
+            while open_:
+                yield open_[0].finish()
+                open_.popleft()
+        finally:  # of an error: the threads stop at their next piece
+            stop.set()
+            pool.shutdown(cancel_futures=True)
+            for each in open_:
+                each.abandon()
+
+
+class _Stopped(Exception):
+    """Another task failed."""
+
+
+class _Counter:
+    """Adds up what threads did."""
+
+    def __init__(self, tell: Tell, tensors: int, total: int) -> None:
+        self._tell, self._tensors, self._total = tell, tensors, total
+        self._done = self._bytes = 0
+        self._lock = threading.Lock()
+
+    def add(self, count: int, name: str = "", note: str = "", tensors: int = 0) -> None:
+        """So many bytes of a tensor more, or so many tensors."""
+        with self._lock:
+            self._bytes += count
+            self._done += tensors
+            self._tell(Progress(name, self._done, self._tensors, self._bytes, self._total, note))
+
+
+class _Open:
+    """A file whose tasks were handed to threads."""
+
+    def __init__(
+        self,
+        files: Files,
+        job: Job,
+        made: dict[str, Any] | None,
+        pool: ThreadPoolExecutor,
+        counter: _Counter,
+        stop: threading.Event,
+    ) -> None:
+        self._files, self._job, self._counter, self._stop = files, job, counter, stop
+        self._made = made
+        self._futures: list[Future[None]] = []
+        if made is not None:
+            return
+        tasks = {task.name: task for task in job.tasks}
+        self._out = Output(
+            job.target,
+            job.head,
+            job.header,
+            job.identity,
+            lambda name, record: _is_current(files, tasks.get(name), record),
+        )
+        for task in job.tasks:
+            if task.name in self._out.records:
+                counter.add(_bytes(files, task), task.name, self._out.note, 1)
+            else:
+                self._futures.append(pool.submit(self._run, task))
+
+    def _run(self, task: Task) -> None:
+        def seen(count: int) -> None:
+            if self._stop.is_set():
+                raise _Stopped
+            self._counter.add(count, task.name, self._out.note)
+
+        with single():
+            seen(0)
+            source = Source(self._files, task.reads, seen)
+            parts = self._out.parts(task.stored)
+            record = task.run(source, parts)
+        sums = {name: part.checksum() for name, part in parts.items()}
+        self._out.finish(task.name, {"source": source.checksums(), "checksums": sums, **record})
+        self._counter.add(0, task.name, self._out.note, 1)
+
+    def finish(self) -> dict[str, Any]:
+        """Wait for all tasks; the file gets its name."""
+        if self._made is not None:
+            return self._made
+        done, _ = wait(self._futures, return_when=FIRST_EXCEPTION)
+        for future in done:
+            future.result()
+        self._files.check_unchanged()
+        manifest = self._manifest()
+        self._out.commit(manifest)
+        return manifest
+
+    def abandon(self) -> None:
+        """Keep what is finished, for another attempt."""
+        if self._made is None:
+            self._out.close()
+
+    def _manifest(self) -> dict[str, Any]:
+        job, records = self._job, self._out.records
+        sizes = {name: stored.nbytes for name, stored in job.header.tensors.items()}
+        return {
+            "manifest": VERSION,
+            **job.identity,
+            **job.about,
+            "file": {
+                "name": job.target.name,
+                "size": job.header.file_size,
+                "header": self._out.header_checksum,
+            },
+            "error_bin_edges": error_bin_edges(),
+            "tensors": {
+                task.name: {
+                    "dtype": task.tensor.dtype,
+                    "shape": list(task.tensor.shape),
+                    "source_bytes": _bytes(self._files, task),
+                    "bytes": sum(sizes[name] for name in records[task.name]["checksums"]),
+                    **records[task.name],
+                }
+                for task in job.tasks
+            },
+        }
+
+
+def _bytes(files: Files, task: Task) -> int:
+    return sum(files.holder(name).header.tensors[name].nbytes for name in task.reads)
+
+
+def _is_current(files: Files, task: Task | None, record: Mapping[str, Any]) -> bool:
+    """Whether the source has the bytes that a record was made of."""
+    if task is None or set(record.get("source", ())) != set(task.reads):
+        return False
+    same = all(files.holder(n).checksum(n) == made for n, made in record["source"].items())
+    return same and task.is_current(record)
+
+
+def _finished(files: Files, job: Job, counter: _Counter) -> dict[str, Any] | None:
+    """The manifest of a target that is the result of this very job; None where there is none.
+
+    Raises ValueError for anything else under that name.
+    """
+    target = job.target
+    if not os.path.lexists(target):
+        return None
+    made = read_manifest(target)
+    if made is None:
+        raise _in_the_way(target, "has no manifest")
+    for key, value in job.identity.items():
+        if made.get(key) != value:
+            raise _in_the_way(target, f"was made with another {key}")
+    with Reader(target, "target") as file:
+        if stale_tensors(file, made):
+            raise _in_the_way(target, "is not what its manifest says")
+        if file.header_checksum() != xxh3_128(job.head).hexdigest():
+            raise _in_the_way(target, "was made with another choice of tensors")
+    tasks = {task.name: task for task in job.tasks}
+    if tasks.keys() != made["tensors"].keys() or not all(
+        _is_current(files, tasks[name], record) for name, record in made["tensors"].items()
+    ):
+        raise _in_the_way(target, "was made with another source")
+    for suffix in ".journal", ".partial":  # of a process that was killed at the very end
+        beside(target, suffix).unlink(missing_ok=True)
+    nbytes = sum(_bytes(files, task) for task in job.tasks)
+    counter.add(nbytes, note=f"nothing to do: {target} is finished already", tensors=len(tasks))
+    return made
+
+
+def _in_the_way(target: Path, why: str) -> ValueError:
+    return ValueError(f"target: {target} exists and {why}; remove it, or choose another name")
+
+
+def check_distinct(files: Files, target: Path) -> None:
+    """ValueError where writing ``target`` would destroy a file of the source."""
+    check_target("target", target)
+    for suffix in ("", ".partial", ".journal", ".lock", ".manifest.json", ".manifest.json.partial"):
+        path = beside(target, suffix)
+        if path.exists() and any(path.samefile(files.folder / name) for name in files.names):
+            raise ValueError(
+                f"target: writing {target} would destroy the source {files.folder}; choose another "
+                "name"
+            )

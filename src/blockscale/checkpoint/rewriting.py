@@ -1,0 +1,180 @@
+"""Tasks that turn quantized tensors of one convention into those of another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..measure import amax
+from ..quantize import quantize
+from ..tensor import ScaledTensor
+from .files import Files
+from .fused import GlobalScales
+from .header import TORCH_DTYPES, Stored
+from .reader import PIECE
+from .statistics import ErrorStatistics
+from .storage import Description, dtype_name, parts_of
+from .tasks import Source, Task, pieces, writer_of
+from .writer import Part, tensor_bytes
+
+__all__ = ["Dequantize", "Requantize", "Rewrite", "quantized_amax"]
+
+
+@dataclass(frozen=True)
+class _Quantized(Task):
+    """Of a quantized tensor; ``tensor`` is its data, ``parts`` all that it is stored as."""
+
+    description: Description
+    parts: Mapping[str, Stored]
+
+    @property
+    def _needs(self) -> tuple[str, ...]:
+        """Parts that are read."""
+        return self.description.parts
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        names = self.description.names(self.name)
+        return tuple(names[part] for part in self._needs)
+
+    def _values(self, source: Source) -> Iterator[ScaledTensor]:
+        is_padded = self.description.is_padded(self.tensor)
+        for _, _, q in pieces(self.name, self.description, is_padded, source.elements):
+            yield q
+
+
+@dataclass(frozen=True)
+class Rewrite(_Quantized):
+    """The same codes and scales under other names."""
+
+    made: Description
+    input_scale: float  # where there was none
+
+    @property
+    def _needs(self) -> tuple[str, ...]:
+        return _without_input_scale(self.description, not self.made.has_input_scale)
+
+    @property
+    def _adds_input_scale(self) -> bool:
+        return self.made.has_input_scale and not self.description.has_input_scale
+
+    @property
+    def stored(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
+        out = {}
+        names, places = self.description.names(self.name), self.made.storage.places
+        for part in self._needs:
+            before, after = self.description.storage.places[part], places[part]
+            shape = after.shapes.stored(before.shapes.part(self.parts[names[part]].shape))
+            out[after.of(self.name)] = after.dtypes[0], shape
+        if self._adds_input_scale:
+            place = places["input_scale"]
+            out[place.of(self.name)] = place.dtypes[0], place.shapes.stored(())
+        return out
+
+    def run(self, source: Source, parts: Mapping[str, Part]) -> dict[str, Any]:
+        names = self.description.names(self.name)
+        record: dict[str, Any] = {"format": self.made.format.name}
+        dtypes = parts_of(self.description.format, self.description.shape)
+        write = writer_of(self.made, self.name, parts)
+        for part in self._needs:
+            before, after = self.description.storage.places[part], self.made.storage.places[part]
+            stored = self.parts[names[part]]
+            step = PIECE // TORCH_DTYPES[stored.dtype].itemsize
+            for start in range(0, stored.numel, step):
+                piece = source.elements(names[part], start, min(step, stored.numel - start))
+                values = before.decode(piece, dtypes[part][0])
+                write(part, values)
+                if before.divides != after.divides and part == "global_scale":
+                    # only of a power of two is the reciprocal exact
+                    record["rounded_reciprocal"] = bool((values.frexp().mantissa != 0.5).any())
+        if self._adds_input_scale:
+            write("input_scale", torch.tensor([self.input_scale]))
+        return record
+
+
+@dataclass(frozen=True)
+class Requantize(_Quantized):
+    """Its values quantized again: to another format, or with another global scale."""
+
+    made: Description
+    scales: Mapping[str, Tensor] | GlobalScales | None  # of formats that have them
+    input_scale: float  # where there was none
+
+    @property
+    def _needs(self) -> tuple[str, ...]:
+        return _without_input_scale(self.description, not self.made.has_input_scale)
+
+    @property
+    def stored(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
+        return self.made.stored(self.name)
+
+    def run(self, source: Source, parts: Mapping[str, Part]) -> dict[str, Any]:
+        format, rounding = self.made.format, self.made.storage.scale_rounding
+        write, statistics = writer_of(self.made, self.name, parts), ErrorStatistics()
+        scalar, record = None, dict[str, Any](format=format.name)
+        if self.scales is not None:
+            scalar = self.scales[self.name]
+            write("global_scale", scalar)
+            record["global_scale"] = scalar.item()
+        for before in self._values(source):
+            x = before.dequantize(torch.float32)
+            q = quantize(x, format, global_scale=scalar, scale_rounding=rounding)
+            write("data", q.qdata)
+            write("scale", q.scale)
+            statistics.add(x, q)
+        if self.made.has_input_scale:
+            value = torch.tensor([self.input_scale])
+            if self.description.has_input_scale:
+                place = self.description.storage.places["input_scale"]
+                stored = source.elements(place.of(self.name), 0, 1)
+                value = place.decode(stored, torch.float32)
+            write("input_scale", value)
+        return {
+            **record,
+            "rounded_again": statistics.noise > 0,
+            "error": statistics.to_json(),
+        }
+
+    def is_current(self, record: Mapping[str, Any]) -> bool:
+        """Its global scale may depend on other tensors."""
+        return self.scales is None or record.get("global_scale") == self.scales[self.name].item()
+
+
+@dataclass(frozen=True)
+class Dequantize(_Quantized):
+    """Its values, in the dtype that they had."""
+
+    @property
+    def _needs(self) -> tuple[str, ...]:
+        return _without_input_scale(self.description, True)
+
+    @property
+    def stored(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
+        return {self.name: (dtype_name(self.description.dtype), self.description.shape)}
+
+    def run(self, source: Source, parts: Mapping[str, Part]) -> dict[str, Any]:
+        for q in self._values(source):
+            parts[self.name].write(tensor_bytes(q.dequantize(self.description.dtype)))
+        return {"dequantized": self.description.format.name}
+
+
+def _without_input_scale(description: Description, without: bool) -> tuple[str, ...]:
+    return tuple(part for part in description.parts if not (without and part == "input_scale"))
+
+
+def quantized_amax(files: Files, name: str, description: Description) -> Tensor:
+    """The largest magnitude of a quantized tensor's values."""
+    data = description.names(name)["data"]
+    is_padded = description.is_padded(files.holder(data).header.tensors[data])
+
+    def elements(stored: str, first: int, count: int) -> Tensor:
+        return files.holder(stored).elements(stored, first, count)
+
+    largest = torch.zeros(())
+    for _, _, q in pieces(name, description, is_padded, elements):
+        largest = torch.maximum(largest, amax(q.dequantize(torch.float32)))
+    return largest
