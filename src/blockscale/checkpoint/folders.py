@@ -16,6 +16,7 @@ from typing import Any
 from .files import Files
 from .header import Header, parse_json
 from .jobs import Job, Progress, run_jobs
+from .manifest import manifest_path
 from .summary import Summary
 from .writer import beside, locked, replacing, sync_directory
 
@@ -84,7 +85,12 @@ def make_folder(
         manifest = {**about, "files": made, "left_out": weights, "summary": summary.to_json()}
         if not finished:
             texts[MANIFEST] = json.dumps(manifest, indent=1).encode() + b"\n"
-            _write_rest(work, texts, others)
+            copied = _to_copy(others, texts)
+            _write_rest(work, texts, copied)
+            files_made = [
+                path for each in jobs for path in (each.target, manifest_path(each.target))
+            ]
+            _sweep(work, {*texts, *copied, *(path.name for path in files_made)})
             os.replace(work, target)
             sync_directory(target.parent)
         return manifest
@@ -138,10 +144,24 @@ def _json(content: Mapping[str, Any]) -> bytes:
     return json.dumps(content, indent=2).encode() + b"\n"
 
 
+def _to_copy(others: Mapping[str, Path], texts: Mapping[str, bytes]) -> dict[str, Path]:
+    """What is copied of what lies beside the weights."""
+    return {
+        name: path
+        for name, path in others.items()
+        if name not in texts and name not in _CONFIGS and not name.endswith(".manifest.json")
+    }
+
+
+def _sweep(work: Path, made: set[str]) -> None:
+    """Remove what a killed run left half-written."""
+    for path in work.rglob("*"):
+        if path.is_file() and path.relative_to(work).as_posix() not in made:
+            path.unlink()
+
+
 def _write_rest(work: Path, texts: Mapping[str, bytes], others: Mapping[str, Path]) -> None:
     for name, path in others.items():
-        if name in texts or name in _CONFIGS or name.endswith(".manifest.json"):
-            continue
         (work / name).parent.mkdir(parents=True, exist_ok=True)
         with replacing(work / name, "target") as out, open(path, "rb") as original:
             shutil.copyfileobj(original, out)
