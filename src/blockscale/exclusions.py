@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Container, Iterator, Mapping
 from fnmatch import fnmatchcase
 
-__all__ = ["ANYWHERE", "GLOBS", "LAST", "why_left_alone"]
+__all__ = ["ANYWHERE", "GLOBS", "LAST", "WHOLE", "why_left_alone"]
 
 #: What it is -> patterns of a part of the name (between dots, in lower case), and all below that
 #: part. They are small and cost most accuracy: peers keep them in high precision too.
@@ -22,6 +23,11 @@ ANYWHERE: Mapping[str, tuple[str, ...]] = {
     "adapter": ("lora_*",),
     "embedding": ("*embed*", "wte", "wpe"),
     "stored (in, heads, out)": ("rel_attn",),  # of XLNet
+}
+
+#: The same for whole names: below something else these are other things (``attention.output``).
+WHOLE: Mapping[str, tuple[str, ...]] = {
+    "head of the model": ("head", "output", "classifier", "score", "to_logits"),
 }
 
 #: The same for the last part of a name, ``weight`` not counted: ``shared.weight`` is T5's
@@ -50,22 +56,33 @@ def _compiled() -> Iterator[tuple[str, str, tuple[str, ...]]]:
     for what, patterns in LAST.items():
         for pattern in patterns:
             yield what, pattern, _globs(pattern, ("", ".weight"))
+    for what, patterns in WHOLE.items():
+        for pattern in patterns:
+            yield what, pattern, (pattern, f"{pattern}.weight")
 
 
+_GATE = re.compile(r"(^|\.)gate(\.weight)$")
 _COMPILED = tuple(_compiled())
 
 #: The same as globs of names of tensors, in lower case.
 GLOBS = tuple(glob for _, _, globs in _COMPILED for glob in globs)
 
 
-def why_left_alone(name: str) -> str:
+def why_left_alone(name: str, names: Container[str] = ()) -> str:
     """Why a tensor of this name is left alone by default; "" if it is not.
 
     >>> why_left_alone("model.layers.0.mlp.gate.weight")
     "left alone by default: router ('gate')"
+
+    ``names`` are those of the other tensors: beside an ``up`` a ``gate`` is that of a SwiGLU.
+
+    >>> why_left_alone("mlp.gate.weight", {"mlp.gate.weight", "mlp.up.weight"})
+    ''
     """
     lower = name.lower()
     for what, pattern, globs in _COMPILED:
+        if pattern == "gate" and _GATE.search(name) and _GATE.sub(r"\1up\2", name) in names:
+            continue
         if any(fnmatchcase(lower, glob) for glob in globs):
             return f"left alone by default: {what} ({pattern!r})"
     return ""

@@ -303,3 +303,28 @@ def test_unknown_quantization(source: Path, tmp_path: Path):
     )
     with pytest.raises(ValueError, match=r"q_proj.weight_scale' .F32 .128.. belongs to no tensor"):
         checkpoint.load_folder(folder)
+
+
+def test_inspect(source: Path, tmp_path: Path, blockscale: Cli):
+    checkpoint.quantize_folder(source, tmp_path / "q", "nvfp4", "modelopt")
+    report = checkpoint.inspect_folder(tmp_path / "q", source)
+    assert (report.manifest, report.measured) == ("intact", "source")
+    recorded = checkpoint.inspect_folder(tmp_path / "q")
+    assert recorded.measured == "manifest"
+    for measured, told in zip(report.tensors, recorded.tensors, strict=True):
+        assert measured.name == told.name
+        assert (measured.error is None) == (measured.name not in QUANTIZED)
+        if measured.error is not None:
+            assert measured.error.to_json() == told.error.to_json()
+    ran = blockscale("inspect", tmp_path / "q")
+    assert ran.code == 0
+    assert "10 tensors" in ran.out
+    assert "manifest: all checksums match" in ran.out
+    assert blockscale("inspect", source).code == 0
+    path = tmp_path / "q" / FILES[1]
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    ran = blockscale("inspect", tmp_path / "q")
+    assert ran.code == 1
+    assert "manifest: stale" in ran.out
+    path.with_name(path.name + ".manifest.json").unlink()
+    assert checkpoint.inspect_folder(tmp_path / "q").manifest == "missing"

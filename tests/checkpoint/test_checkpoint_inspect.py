@@ -216,7 +216,7 @@ def test_figures_are_values(made: Path, source: Path):
         (["{source}", "--source", "{source}"], "source: {source} has no quantized tensors"),
         (["{integers}", "--plot", "x.png"], "no floating-point values"),
         (["missing"], "path: missing does not exist"),
-        (["."], "path: . is a directory"),
+        (["."], "path: . has 2 .safetensors files and no index"),
         ([], "path"),
     ],
 )

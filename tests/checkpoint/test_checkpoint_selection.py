@@ -78,6 +78,15 @@ MODELS = {
         "gpt_neox.layers.0.mlp.dense_h_to_4h.weight",
         "gpt_neox.embed_in.weight embed_out.weight",
     ),
+    "torchtitan": (
+        "layers.0.attention.wq.weight layers.0.feed_forward.w1.weight layers.0.output.weight",
+        "tok_embeddings.weight output.weight layers.0.moe.router.gate.weight",
+    ),
+    "a small model": (
+        "blocks.0.mlp.gate.weight blocks.0.mlp.up.weight blocks.0.mlp.down.weight "
+        "blocks.0.attention.output.weight blocks.0.head.weight",
+        "head.weight blocks.1.mlp.gate.weight classifier.weight score.weight",
+    ),
     "others": (
         "h.0.norm1.linear.weight moe.shared.w1.weight moe.shared_mlp.gate_proj.weight "
         "multi_scale_attn.q.weight attention_pair_bias.q.weight h.0.delegate.weight",
@@ -96,7 +105,14 @@ def test_files_and_models_decide_alike(model: str, tmp_path: Path):
     of_file = {name: manifest[name].get("copied", "") for name in multiplied + left}
     assert [name for name, why in of_file.items() if not why] == multiplied
 
-    why = default_exclusions(nn.Module())
+    root = nn.Module()
+    for name in multiplied + left:
+        at = root
+        for part in name.removesuffix(".weight").split("."):
+            if not hasattr(at, part):
+                at.add_module(part, nn.Module())
+            at = getattr(at, part)
+    why = default_exclusions(root)
     for name in multiplied + left:
         if name.endswith(".weight"):  # else no layer's
             assert why(nn.Linear(64, 32), name.removesuffix(".weight")) == of_file[name]
@@ -115,7 +131,7 @@ def test_what_another_choice_made_is_not_taken_for_the_result(tmp_path: Path, mo
     save_file({"a.weight": torch.ones(32, 64), "b.weight": torch.ones(32, 64)}, tmp_path / "in")
     with monkeypatch.context() as patch:
         patch.setattr(
-            checkpoint.selection, "why_left_alone", lambda name: "by default" * (name[0] == "b")
+            checkpoint.selection, "why_left_alone", lambda name, _: "by default" * (name[0] == "b")
         )
         checkpoint.quantize_file(tmp_path / "in", tmp_path / "out")
     with pytest.raises(ValueError, match="made with another choice of tensors; remove it"):

@@ -22,10 +22,10 @@ class Model(torch.nn.Module):
         self.body = torch.nn.Sequential(
             torch.nn.Linear(64, 128), torch.nn.GELU(), torch.nn.Linear(128, 64)
         )
-        self.head = torch.nn.Linear(64, 10)
+        self.last = torch.nn.Linear(64, 10)
 
     def forward(self, x):
-        return self.head(self.body(x))
+        return self.last(self.body(x))
 
 
 def converted(model):
@@ -36,8 +36,8 @@ def test_all_layers_by_default():
     model = Model()
     parameters = dict(model.named_parameters())
     assert bs.convert(model, bs.Recipe("nvfp4")) is model
-    assert converted(model) == {"body.0", "body.2", "head"}
-    assert model.head.recipe == bs.Recipe("nvfp4")
+    assert converted(model) == {"body.0", "body.2", "last"}
+    assert model.last.recipe == bs.Recipe("nvfp4")
     assert all(parameters[name] is p for name, p in model.named_parameters())
 
 
@@ -50,7 +50,7 @@ def test_filter_fn_sees_module_and_name():
 
     model = bs.convert(Model(), bs.Recipe(), accept)
     assert converted(model) == {"body.0", "body.2"}
-    assert seen == [(torch.nn.Linear, name) for name in ("body.0", "body.2", "head")]
+    assert seen == [(torch.nn.Linear, name) for name in ("body.0", "body.2", "last")]
 
 
 def test_two_recipes_in_one_model():
@@ -87,7 +87,7 @@ def test_again_changes_the_recipe():
     model = bs.convert(Model(), bs.Recipe("mxfp4"))
     parameters = dict(model.named_parameters())
     bs.convert(model, bs.Recipe())
-    assert converted(model) == {"body.0", "body.2", "head"}
+    assert converted(model) == {"body.0", "body.2", "last"}
     assert all(m.recipe == bs.Recipe() for m in model.modules() if type(m) is Linear)
     assert torch.equal(model(X), bs.convert(copy.deepcopy(model), bs.Recipe())(X))
     assert all(parameters[name] is p for name, p in model.named_parameters())
@@ -96,7 +96,7 @@ def test_again_changes_the_recipe():
 def test_back_to_what_it_was():
     model = Model()
     before, types, calls = model(X), [type(m) for m in model.modules()], []
-    model.head.register_forward_hook(lambda *_: calls.append("hook"))
+    model.last.register_forward_hook(lambda *_: calls.append("hook"))
     parameters = dict(model.named_parameters())
     bs.convert(model, bs.Recipe())
     assert not torch.equal(model(X), before)
@@ -105,12 +105,12 @@ def test_back_to_what_it_was():
     assert torch.equal(model(X), before)
     assert calls == ["hook"] * 2
     assert all(parameters[name] is p for name, p in model.named_parameters())
-    assert not hasattr(model.head, "recipe")
+    assert not hasattr(model.last, "recipe")
 
 
 def test_back_asks_filter_fn():
     model = bs.convert(Model(), bs.Recipe())
-    bs.convert(model, None, lambda module, name: name == "head")
+    bs.convert(model, None, lambda module, name: name == "last")
     assert converted(model) == {"body.0", "body.2"}
 
 
@@ -123,9 +123,9 @@ def test_nothing_to_take_back():
 def test_whoever_holds_a_layer_holds_the_converted_one():
     """A list is no place that modules know of: a stale layer there would stay in high precision."""
     model = Model()
-    aside = [model.head]
+    aside = [model.last]
     bs.convert(model, bs.Recipe())
-    assert aside[0] is model.head
+    assert aside[0] is model.last
     assert type(aside[0]) is Linear
 
 
@@ -142,22 +142,22 @@ def test_compiled_code_sees_a_conversion():
 
 def test_hooks_and_mode_stay():
     model, calls = Model().eval(), []
-    model.head.register_forward_hook(lambda *_: calls.append("forward"))
-    model.head.weight.register_hook(lambda _: calls.append("gradient"))
+    model.last.register_forward_hook(lambda *_: calls.append("forward"))
+    model.last.weight.register_hook(lambda _: calls.append("gradient"))
     bs.convert(model, bs.Recipe())
     model(X).sum().backward()
     assert calls == ["forward", "gradient"]
-    assert not model.head.training
+    assert not model.last.training
 
 
 def test_an_optimizer_made_before_stays_valid():
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     bs.convert(model, bs.Recipe())
-    before = model.head.weight.detach().clone()
+    before = model.last.weight.detach().clone()
     model(X).sum().backward()
     optimizer.step()
-    assert not torch.equal(model.head.weight, before)
+    assert not torch.equal(model.last.weight, before)
 
 
 @pytest.mark.parametrize(
@@ -212,9 +212,9 @@ def test_copies(how):
         buffer = io.BytesIO()
         torch.save(model, buffer)
         twin = torch.load(io.BytesIO(buffer.getvalue()), weights_only=False)
-    assert twin.head.recipe == model.head.recipe
+    assert twin.last.recipe == model.last.recipe
     assert torch.equal(twin(X), y)
-    assert twin.head.weight is not model.head.weight
+    assert twin.last.weight is not model.last.weight
 
 
 class Subclass(torch.nn.Linear):
@@ -287,7 +287,7 @@ def test_autocast_composes_with_that_of_torch(outer):
         y = model(X)
         y.float().sum().backward()
     assert y.dtype == torch.bfloat16
-    assert model.head.weight.grad.dtype == torch.float32
+    assert model.last.weight.grad.dtype == torch.float32
     bs.convert(model, bs.Recipe())
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(model(X), y)

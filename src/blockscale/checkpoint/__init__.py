@@ -10,7 +10,7 @@ from .conventions import CONVENTIONS
 from .converting import convert_folder
 from .jobs import Progress
 from .quantizing import quantize_file, quantize_folder
-from .report import FileReport, TensorReport, inspect_file
+from .report import FileReport, TensorReport, inspect_file, inspect_folder
 from .selection import DEFAULT_EXCLUDE
 from .states import load_file, load_folder, save_file
 from .statistics import ErrorStatistics, ValueStatistics
@@ -25,6 +25,7 @@ __all__ = [
     "ValueStatistics",
     "convert_folder",
     "inspect_file",
+    "inspect_folder",
     "load_file",
     "load_folder",
     "quantize_file",

@@ -228,10 +228,7 @@ class _Plan:
 
     def _task(self, name: str) -> Task:
         description = self.found[name]
-        parts = {
-            stored: self.files.holder(stored).header.tensors[stored]
-            for stored in description.names(name).values()
-        }
+        parts = {stored: self.files.stored(stored) for stored in description.names(name).values()}
         data = parts[description.names(name)["data"]]
         if self.convention is None:
             return Dequantize(name, data, description, parts)

@@ -7,6 +7,8 @@ import threading
 from pathlib import Path
 from types import TracebackType
 
+from torch import Tensor
+
 from .header import Stored, show
 from .index import INDEX, find_index, read_index
 from .reader import Reader
@@ -31,6 +33,7 @@ class Files:
         argument: name of the caller's argument, for messages.
 
     Attributes:
+        path: as it was given.
         folder: in which they lie.
         is_folder: whether all files of a folder were asked for.
         names: of the files that were asked for.
@@ -42,19 +45,19 @@ class Files:
     """
 
     def __init__(self, path: str | os.PathLike[str], argument: str = "path") -> None:
-        self._path, self._argument = Path(path), argument
+        self.path, self._argument = Path(path), argument
         self._open: dict[str, Reader] = {}
         self._lock = threading.Lock()
-        self.is_folder = self._path.is_dir()
+        self.is_folder = self.path.is_dir()
         self.index: str | None = None
         try:
             if self.is_folder:
-                self.folder = self._path
+                self.folder = self.path
                 self.places, self.names = self._of_folder()
             else:
-                self.folder, self.names = self._path.parent, [self._path.name]
-                self.file(self._path.name)  # its own errors come first
-                self.places = find_index(self._path, argument)
+                self.folder, self.names = self.path.parent, [self.path.name]
+                self.file(self.path.name)  # its own errors come first
+                self.places = find_index(self.path, argument)
             self.tensors, self._homes = self._contents()
         except BaseException:
             self._close()
@@ -111,7 +114,7 @@ class Files:
         with self._lock:
             if name not in self._open:
                 path = self.folder / name
-                if path != self._path and not path.exists():
+                if path != self.path and not path.exists():
                     raise FileNotFoundError(
                         f"{self._argument}: the index of {self.folder} names {name}, which is not "
                         "there; fetch the checkpoint again"
@@ -138,6 +141,14 @@ class Files:
         file = self.find(name)
         assert file is not None
         return file
+
+    def stored(self, name: str) -> Stored:
+        """A stored tensor of one of the files."""
+        return self.holder(name).header.tensors[name]
+
+    def elements(self, name: str, start: int, count: int, memory: Tensor | None = None) -> Tensor:
+        """As :meth:`Reader.elements`, of a tensor in one of the files."""
+        return self.holder(name).elements(name, start, count, memory)
 
     @property
     def knows_all(self) -> bool:

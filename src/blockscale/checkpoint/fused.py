@@ -30,6 +30,7 @@ FUSED = (
     ("query", "key", "value"),
     ("to_q", "to_k", "to_v"),
     ("gate_proj", "up_proj"),
+    ("gate", "up"),
     ("w1", "w3"),  # of experts too
     ("q_a_proj", "kv_a_proj_with_mqa"),
     ("wq_a", "wkv"),

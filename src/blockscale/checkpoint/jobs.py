@@ -98,9 +98,7 @@ def run_jobs(files: Files, jobs: Sequence[Job], tell: Tell) -> Iterator[dict[str
     As many threads as torch has work on tensors; those of the next file are begun while the last
     ones of a file are still in work.
     """
-    total = sum(
-        files.holder(n).header.tensors[n].nbytes for j in jobs for t in j.tasks for n in t.reads
-    )
+    total = sum(files.stored(n).nbytes for j in jobs for t in j.tasks for n in t.reads)
     counter = _Counter(tell, sum(len(job.tasks) for job in jobs), total)
     stop = threading.Event()
     open_: deque[_Open] = deque()
@@ -232,7 +230,7 @@ class _Open:
 
 
 def _bytes(files: Files, task: Task) -> int:
-    return sum(files.holder(name).header.tensors[name].nbytes for name in task.reads)
+    return sum(files.stored(name).nbytes for name in task.reads)
 
 
 def _is_current(files: Files, task: Task | None, record: Mapping[str, Any]) -> bool:

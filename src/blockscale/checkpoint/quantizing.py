@@ -273,21 +273,21 @@ def _plan(files: Files, request: _Request) -> _Plan:
         earlier |= _earlier(files.file(file).header, file)
     parts = {part for name, each in earlier.items() for part in each.names(name).values()}
     tensors, backwards = files.tensors, outputs_last(files)
-    reasons = select(tensors, format, include, exclude, parts, backwards)
+    known = tensors.keys() | (files.places or {}).keys()
+    reasons = select(tensors, format, include, exclude, parts, backwards, known)
     if not request.convention.stacks:
         why = f"a stack of matrices, of which {request.convention.title} has each by itself"
         stacks = {n for n, why in reasons.items() if why is None and len(tensors[n].shape) > 2}
         reasons |= dict.fromkeys(stacks, why)
     if None not in reasons.values():
         why, remedy = why_nothing(tensors, reasons, backwards)
-        where = files.folder if files.is_folder else files.folder / files.names[0]
         raise ValueError(
-            f"source: nothing in {where} would be quantized to {format.name} ({why}){remedy}"
+            f"source: nothing in {files.path} would be quantized to {format.name} ({why}){remedy}"
         )
     scales, warnings = None, list[str]()
     if format.has_global_scale:
         groups, warnings = groups_of(
-            files, reasons, lambda n, t: reason(n, t, format, include, exclude)
+            files, reasons, lambda n, t: reason(n, t, format, include, exclude, known)
         )
         scales = GlobalScales(
             groups, lambda name: stored_amax(files, name), format, request.storage.divides

@@ -1,4 +1,4 @@
-"""``inspect_file``: what a checkpoint holds, and what quantization did to it."""
+"""``inspect_file``, ``inspect_folder``: what checkpoints hold, and what quantization did to it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from .files import Files
+from .folders import read_config
 from .header import TORCH_DTYPES, Stored, show
 from .manifest import read_manifest, stale_tensors
-from .ours import read_descriptions
 from .reader import Reader
+from .reading import descriptions_of
 from .statistics import ErrorStatistics, ValueStatistics
 from .storage import Description
 from .tasks import CHUNK, pieces
 
-__all__ = ["FileReport", "TensorReport", "inspect_file"]
+__all__ = ["FileReport", "TensorReport", "inspect_file", "inspect_folder"]
 
 _FLOATS = ("F32", "BF16", "F16", "F8_E4M3", "F8_E5M2")
 
@@ -51,7 +53,7 @@ class TensorReport:
 
 @dataclass(frozen=True)
 class FileReport:
-    """A file and its tensors.
+    """A file, or a folder, and its tensors.
 
     ``manifest`` is ``"intact"`` (all checksums match), ``"stale"`` (some do not: then ``stale``
     names the stored tensors), ``"missing"``, or ``"none"`` for a file with nothing quantized, which
@@ -122,48 +124,75 @@ def inspect_file(
         ValueError: a damaged file, or a source that does not have the same tensors.
         OSError: a file that cannot be read.
     """
-    tell = progress or (lambda name, done, total: None)
-    with Reader(path) as file:
-        try:
-            descriptions = read_descriptions(file.header)
-        except ValueError as error:
-            raise ValueError(f"path: {file.path}: {error}; quantize it again") from None
-        if not descriptions:
-            if source is not None:
-                raise ValueError(
-                    f"source: {file.path} has no quantized tensors to compare with it; leave it out"
-                )
-            tensors = [
-                _survey(file, name, stored)
-                for i, (name, stored) in enumerate(file.header.tensors.items())
-                if not tell(name, i, len(file.header.tensors))
-            ]
-            return FileReport(file.path, file.header.file_size, "none", "", tuple(tensors))
+    with Files(path) as files:
+        if files.is_folder:
+            raise IsADirectoryError(f"path: {path} is a directory; give it to inspect_folder")
+        return _inspect(files, source, progress or (lambda name, done, total: None))
 
-        manifest = read_manifest(file.path)
-        stale = stale_tensors(file, manifest) if manifest else []
-        recorded = manifest["tensors"] if manifest else {}
-        parts = {p for name, each in descriptions.items() for p in each.names(name).values()}
-        tensors = []
-        for i, (name, stored) in enumerate(sorted(file.header.tensors.items())):
-            tell(name, i, len(file.header.tensors))
-            if name in descriptions:
-                tensors.append(_quantized(file, name, descriptions[name], recorded, stale))
-            elif name not in parts:
-                why = recorded.get(name, {}).get("copied", "")
-                tensors.append(_plain(name, stored, note=str(why), stale=name in stale))
+
+def inspect_folder(
+    path: str | os.PathLike[str],
+    source: str | os.PathLike[str] | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> FileReport:
+    """Report on all files of a folder together, as :func:`inspect_file` does on one.
+
+    >>> report = checkpoint.inspect_folder("DeepSeek-V3")
+    >>> report.manifest, [tensor.format for tensor in report.tensors]
+    ('intact', ['fp8_128x128'])
+
+    Folders that others quantized are shown as well; of these no errors are known without the
+    ``source``, a folder in high precision. Raises as :func:`inspect_file`.
+    """
+    if not os.path.isdir(path):
+        raise NotADirectoryError(f"path: {path} is no directory; give a file to inspect_file")
+    with Files(path) as files:
+        return _inspect(files, source, progress or (lambda name, done, total: None))
+
+
+def _inspect(
+    files: Files, source: str | os.PathLike[str] | None, tell: Callable[[str, int, int], None]
+) -> FileReport:
+    nbytes = sum(files.file(name).header.file_size for name in files.names)
+    descriptions = descriptions_of(files, read_config(files, "path"), "path")
+    count, tensors = len(files.tensors), list[TensorReport]()
+    if not descriptions:
         if source is not None:
-            with Reader(source, "source") as original:
-                tensors = [
-                    _measured(file, original, t, descriptions[t.name]) if t.quantized else t
-                    for i, t in enumerate(tensors)
-                    if not tell(t.name, i, len(tensors))
-                ]
-        state = "missing" if manifest is None else "stale" if stale else "intact"
-        measured = "source" if source is not None else "manifest" if manifest else ""
-        return FileReport(
-            file.path, file.header.file_size, state, measured, tuple(tensors), tuple(stale)
-        )
+            raise ValueError(
+                f"source: {files.path} has no quantized tensors to compare with it; leave it out"
+            )
+        for i, (name, stored) in enumerate(files.tensors.items()):
+            tell(name, i, count)
+            tensors.append(_survey(files.holder(name), name, stored))
+        return FileReport(files.path, nbytes, "none", "", tuple(tensors))
+
+    missing, stale, recorded = False, list[str](), dict[str, Any]()
+    for name in files.names:
+        file = files.file(name)
+        manifest = read_manifest(file.path)
+        missing = missing or manifest is None
+        if manifest is not None:
+            stale += stale_tensors(file, manifest)
+            recorded |= manifest["tensors"]
+    parts = {p for name, each in descriptions.items() for p in each.names(name).values()}
+    for i, name in enumerate(sorted(descriptions.keys() | files.tensors.keys())):
+        tell(name, i, count)
+        if name in descriptions:
+            tensors.append(_quantized(files, name, descriptions[name], recorded, stale))
+        elif name not in parts:
+            why = recorded.get(name, {}).get("copied", "")
+            stored = files.tensors[name]
+            tensors.append(_plain(name, stored, note=str(why), stale=name in stale))
+    if source is not None:
+        with Files(source, "source") as originals:
+            for i, tensor in enumerate(tensors):
+                tell(tensor.name, i, count)
+                if tensor.quantized:
+                    description = descriptions[tensor.name]
+                    tensors[i] = _measured(files, originals, tensor, description)
+    state = "stale" if stale else "missing" if missing else "intact"
+    measured = "source" if source is not None else "manifest" if recorded else ""
+    return FileReport(files.path, nbytes, state, measured, tuple(tensors), tuple(stale))
 
 
 def _plain(name: str, stored: Stored, **more: Any) -> TensorReport:
@@ -183,7 +212,7 @@ def _survey(file: Reader, name: str, stored: Stored) -> TensorReport:
 
 
 def _quantized(
-    file: Reader,
+    files: Files,
     name: str,
     description: Description,
     recorded: Mapping[str, Any],
@@ -203,7 +232,7 @@ def _quantized(
         name,
         description.format.name,
         shape,
-        sum(file.header.tensors[part].nbytes for part in stored),
+        sum(files.stored(part).nbytes for part in stored),
         2 * math.prod(shape),
         True,
         is_stale,
@@ -213,11 +242,11 @@ def _quantized(
 
 
 def _measured(
-    file: Reader, source: Reader, tensor: TensorReport, description: Description
+    files: Files, source: Files, tensor: TensorReport, description: Description
 ) -> TensorReport:
     """The report with errors against ``source``, chunk by chunk as they were quantized."""
     name = tensor.name
-    original = source.header.tensors.get(name)
+    original = source.tensors.get(name)
     if original is None or original.shape != tensor.shape:
         raise ValueError(
             f"source: {source.path} has no {show(name)} of shape {list(tensor.shape)}; name the "
@@ -231,7 +260,8 @@ def _measured(
     if not description.by_rows:
         return replace(tensor, error=None, note="not measured: its blocks do not run along rows")
     error = ErrorStatistics()
-    for start, shape, q in pieces(name, description, True, file.elements):
+    is_padded = description.is_padded(files.stored(description.names(name)["data"]))
+    for start, shape, q in pieces(name, description, is_padded, files.elements):
         x = source.elements(name, start, math.prod(shape)).view(shape)
         error.add(x, q)
     return replace(tensor, error=error)

@@ -169,12 +169,7 @@ def _without_input_scale(description: Description, without: bool) -> tuple[str, 
 def quantized_amax(files: Files, name: str, description: Description) -> Tensor:
     """The largest magnitude of a quantized tensor's values."""
     data = description.names(name)["data"]
-    is_padded = description.is_padded(files.holder(data).header.tensors[data])
-
-    def elements(stored: str, first: int, count: int) -> Tensor:
-        return files.holder(stored).elements(stored, first, count)
-
-    largest = torch.zeros(())
-    for _, _, q in pieces(name, description, is_padded, elements):
+    is_padded, largest = description.is_padded(files.stored(data)), torch.zeros(())
+    for _, _, q in pieces(name, description, is_padded, files.elements):
         largest = torch.maximum(largest, amax(q.dequantize(torch.float32)))
     return largest

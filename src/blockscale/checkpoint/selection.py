@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from ..exclusions import GLOBS, why_left_alone
@@ -45,6 +45,7 @@ def select(
     exclude: Sequence[str] = (),
     quantized: Collection[str] = (),
     backwards: Collection[str] = (),
+    known: Container[str] = (),
 ) -> dict[str, str | None]:
     """For each tensor None if it is quantized, else the reason why it is copied.
 
@@ -56,6 +57,7 @@ def select(
         exclude: globs of tensors that are not, whatever ``include`` says.
         quantized: names of what is part of a quantized tensor already.
         backwards: names of what is stored (in, out).
+        known: names of all tensors of the checkpoint; those of ``tensors`` where nothing is given.
 
     Raises ValueError for a glob that matches nothing or nothing that can be quantized, and for a
     name in ``include`` that cannot be.
@@ -78,7 +80,10 @@ def select(
     for pattern in exclude:
         _matches("exclude", pattern, tensors)
 
-    return {name: why or _left_out(name, include, exclude) for name, why in obstacles.items()}
+    known = known or tensors
+    return {
+        name: why or _left_out(name, include, exclude, known) for name, why in obstacles.items()
+    }
 
 
 def why_nothing(
@@ -96,18 +101,25 @@ def why_nothing(
 
 
 def reason(
-    name: str, tensor: Stored, format: Format, include: Sequence[str], exclude: Sequence[str]
+    name: str,
+    tensor: Stored,
+    format: Format,
+    include: Sequence[str],
+    exclude: Sequence[str],
+    known: Container[str],
 ) -> str | None:
     """As :func:`select` of one tensor that is not quantized yet."""
-    return obstacle(tensor, format) or _left_out(name, include, exclude)
+    return obstacle(tensor, format) or _left_out(name, include, exclude, known)
 
 
-def _left_out(name: str, include: Sequence[str], exclude: Sequence[str]) -> str | None:
+def _left_out(
+    name: str, include: Sequence[str], exclude: Sequence[str], known: Container[str]
+) -> str | None:
     if hit := _first(exclude, name):
         return f"excluded by {hit!r}"
     if include:
         return None if _first(include, name) else "not included"
-    return why_left_alone(name) or None
+    return why_left_alone(name, known) or None
 
 
 def _matches(argument: str, pattern: str, names: Collection[str]) -> list[str]:

@@ -27,9 +27,9 @@ _MANIFEST = {
 
 
 def inspect(
-    path: Annotated[Path, typer.Argument(help="safetensors file, quantized or not")],
+    path: Annotated[Path, typer.Argument(help="safetensors file or folder, quantized or not")],
     source: Annotated[
-        Path | None, typer.Option(help="the file it was made from: measure the errors again")
+        Path | None, typer.Option(help="what it was made from: measure the errors again")
     ] = None,
     plot: Annotated[
         Path | None, typer.Option(help="PNG to draw: errors and exponents of scales, or values")
@@ -40,12 +40,13 @@ def inspect(
 
     Exit code 1 if the manifest is stale: bytes are not those that were written.
     """
-    from ..checkpoint import inspect_file
+    from ..checkpoint import inspect_file, inspect_folder
 
     check_output("plot", plot, ".png")
     err = Console(stderr=True)
     with err.status("reading", spinner="line") if err.is_terminal else _Quiet() as status:
-        report = inspect_file(
+        look = inspect_folder if path.is_dir() else inspect_file
+        report = look(
             path, source, lambda name, i, n: status.update(f"reading {i + 1}/{n} tensors")
         )
     if plot is not None:

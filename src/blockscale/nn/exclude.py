@@ -7,15 +7,16 @@ from types import MappingProxyType
 
 import torch
 
-from ..exclusions import ANYWHERE, LAST, why_left_alone
+from ..exclusions import ANYWHERE, LAST, WHOLE, why_left_alone
 from .parametrized import parameters_of
 
 __all__ = ["DEFAULT_EXCLUDE", "default_exclusions"]
 
 #: What a layer is -> patterns of parts of its name (between dots, in lower case). Those of norms,
-#: biases, scales, state matrices and embedding tables are of the last part only. The same names are
-#: left alone in files: :data:`blockscale.checkpoint.DEFAULT_EXCLUDE`.
-DEFAULT_EXCLUDE: Mapping[str, tuple[str, ...]] = MappingProxyType({**ANYWHERE, **LAST})
+#: biases, scales, state matrices and embedding tables are of the last part only, those of the head
+#: of a model of the whole name; a ``gate`` beside an ``up`` is no router. The same names are left
+#: alone in files: :data:`blockscale.checkpoint.DEFAULT_EXCLUDE`.
+DEFAULT_EXCLUDE: Mapping[str, tuple[str, ...]] = MappingProxyType({**ANYWHERE, **LAST, **WHOLE})
 
 _EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 
@@ -24,6 +25,7 @@ def default_exclusions(model: torch.nn.Module) -> Callable[[torch.nn.Module, str
     """A function that says of a module, given its name, why it is left alone; "" if it is not."""
     heads: set[torch.nn.Module] = set()
     looked_up: set[int] = set()
+    names = {f"{name}.weight" for name, _ in model.named_modules()}
     for module in model.modules():
         if isinstance(module, _EMBEDDINGS):
             looked_up.update(map(id, parameters_of(module)))
@@ -39,6 +41,6 @@ def default_exclusions(model: torch.nn.Module) -> Callable[[torch.nn.Module, str
             return "left alone by default: get_output_embeddings() returns it"
         if any(id(parameter) in looked_up for parameter in parameters_of(module)):
             return "left alone by default: its weight is that of an embedding"
-        return why_left_alone(f"{name}.weight")
+        return why_left_alone(f"{name}.weight", names)
 
     return why
