@@ -12,6 +12,7 @@ from . import (
     nn,
     tensor_join,  # noqa: F401 (fills the table of operations)
 )
+from .calibration import calibrate
 from .formats import Format, formats
 from .fused import (
     layernorm_quantize,
@@ -47,6 +48,7 @@ __all__ = [
     "ScaledTensor",
     "Seed",
     "autocast",
+    "calibrate",
     "checkpoint",
     "combine",
     "convert",

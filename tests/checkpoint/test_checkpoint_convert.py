@@ -121,7 +121,7 @@ def test_other_formats(made: Callable[[str, str], Path], tmp_path: Path):
 
 def test_weight_only_stays_so(tmp_path: Path):
     source = folders.make(tmp_path / "in")
-    checkpoint.quantize_folder(source, tmp_path / "a", "nvfp4", "modelopt", weight_only=True)
+    checkpoint.quantize_folder(source, tmp_path / "a", "nvfp4", "modelopt", activations="bfloat16")
     before = tmp_path / "a"
     for i, to in enumerate(("blockscale", "compressed-tensors", "modelopt")):
         after = tmp_path / str(i)

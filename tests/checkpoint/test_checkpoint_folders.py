@@ -141,7 +141,7 @@ def test_what_servers_fuse_has_one_scale(convention: str, source: Path, tmp_path
 @pytest.mark.parametrize("convention", ["modelopt", "compressed-tensors"])
 def test_weight_only(convention: str, source: Path, tmp_path: Path):
     target = tmp_path / "out"
-    checkpoint.quantize_folder(source, target, "nvfp4", convention, weight_only=True)
+    checkpoint.quantize_folder(source, target, "nvfp4", convention, activations="bfloat16")
     assert not [name for name in stored(target) if "input" in name and "norm" not in name]
     quantization = config(target)["quantization_config"]
     assert not quantization["config_groups"]["group_0"].get("input_activations")
@@ -230,7 +230,7 @@ def test_bad_folders(source: Path, tmp_path: Path, blockscale: Cli):
             "quantize", source, tmp_path / "out", "--format", "mxfp8", "--convention", "modelopt",
             "--weight-only",
         ),
-        "weight_only: NVIDIA ModelOpt has no mxfp8 of weights alone, only nvfp4",
+        "activations: NVIDIA ModelOpt has no mxfp8 of weights alone, only nvfp4",
     )  # fmt: skip
     index = source / "model.safetensors.index.json"
     before = index.read_text()
@@ -328,3 +328,44 @@ def test_inspect(source: Path, tmp_path: Path, blockscale: Cli):
     assert "manifest: stale" in ran.out
     path.with_name(path.name + ".manifest.json").unlink()
     assert checkpoint.inspect_folder(tmp_path / "q").manifest == "missing"
+
+
+def test_calibrated(source: Path, tmp_path: Path, blockscale: Cli):
+    """By name; experts also by what others call their matrices, and unvisited ones by the rest."""
+    amax = {
+        f"{LAYER}self_attn.{name}_proj": size for name, size in zip("qkv", (4.0,) * 3, strict=True)
+    }
+    amax |= {f"{LAYER}feed_forward.experts.1.w1": 8.0, f"{LAYER}feed_forward.experts.2.w1": 16.0}
+    amax |= {f"{LAYER}mlp.experts.0.down_proj": 2.0, "other": 1e9}
+    target = tmp_path / "out"
+    manifest = checkpoint.quantize_folder(source, target, "nvfp4", "modelopt", activations=amax)
+    scales = {
+        name.removeprefix(LAYER).removesuffix(".input_scale"): x.item() * 2688
+        for name, x in stored(target).items()
+        if name.endswith("input_scale")
+    }
+    assert scales == pytest.approx(
+        {
+            "self_attn.q_proj": 4, "self_attn.k_proj": 4, "self_attn.v_proj": 4,
+            "self_attn.o_proj": 2688, "mlp.experts.0.gate_proj": 16,
+            "mlp.experts.0.up_proj": 2688, "mlp.experts.0.down_proj": 2,
+        }
+    )  # fmt: skip
+    assert manifest["unvisited_experts"] == [f"{LAYER}mlp.experts.0.gate_proj"]
+    assert "2 layers (" in manifest["warnings"][0]
+    assert "input_scale" not in manifest
+    # what it was calibrated by is a part of the job
+    again = checkpoint.quantize_folder(source, target, "nvfp4", "modelopt", activations=amax)
+    assert again["summary"] == manifest["summary"]
+    with pytest.raises(ValueError, match=r"target: .* was made with another activations"):
+        checkpoint.quantize_folder(source, target, "nvfp4", "modelopt", activations={"a": 1.0})
+    with pytest.raises(ValueError, match="activations: mxfp8 has no scale that could be"):
+        checkpoint.quantize_folder(source, tmp_path / "no", "mxfp8", activations=amax)
+    with pytest.raises(ValueError, match="activations: got 'float32'; choose one of 'bfloat16'"):
+        checkpoint.quantize_folder(source, tmp_path / "no", "nvfp4", activations="float32")
+    ran = blockscale(
+        "quantize", source / FILES[0], tmp_path / "no", "--format=nvfp4", "--calibrate=x"
+    )
+    refused(ran, "calibrate: is for folders")
+    ran = blockscale("quantize", source, tmp_path / "no", "--format=nvfp4", "--calibrate=none.txt")
+    refused(ran, "calibrate: ", "none.txt")

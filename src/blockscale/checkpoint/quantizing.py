@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from xxhash import xxh3_128
 
 from ..checks import choose
 from ..formats import Format, formats, get_format
@@ -15,6 +18,7 @@ from .files import Files
 from .folders import layer_names, make_folder, read_config
 from .fused import GlobalScales, groups_of, stored_amax
 from .header import TORCH_DTYPES, Header
+from .input_scales import InputScales
 from .jobs import Job, Progress, check_distinct, run_jobs
 from .orientation import outputs_last
 from .ours import INPUT_SCALE, metadata_for, read_descriptions
@@ -34,7 +38,17 @@ class _Request:
     convention: Convention
     include: tuple[str, ...]
     exclude: tuple[str, ...]
-    weight_only: bool = False
+    activations: Mapping[str, float] | str | None = None
+
+    @property
+    def weight_only(self) -> bool:
+        """Whether activations stay in high precision."""
+        return isinstance(self.activations, str)
+
+    @property
+    def amax(self) -> Mapping[str, float] | None:
+        """Of the inputs of layers, where that is known."""
+        return None if isinstance(self.activations, str) else self.activations
 
     @property
     def storage(self) -> Storage:
@@ -54,7 +68,7 @@ class _Request:
             "convention": self.convention.name,
             "include": list(self.include),
             "exclude": list(self.exclude),
-            "weight_only": self.weight_only,
+            "activations": self.activations if self.weight_only else _digest(self.amax),
         }
 
 
@@ -63,7 +77,7 @@ def _request(
     convention: str,
     include: str | Sequence[str],
     exclude: str | Sequence[str],
-    **more: bool,
+    activations: Mapping[str, float] | str | None = None,
 ) -> _Request:
     fmt, conv = get_format(format), choose("convention", convention, CONVENTIONS)
     if formats.get(fmt.name) != fmt:
@@ -75,15 +89,28 @@ def _request(
             f"format: {conv.title} has no {fmt.name}; it has {', '.join(conv.storages)}, and "
             f"convention 'blockscale' has every format"
         )
-    if more.get("weight_only") and fmt.name not in conv.weight_only:
+    if isinstance(activations, str):
+        choose("activations", activations, {"bfloat16": None})
+        if fmt.name not in conv.weight_only:
+            raise ValueError(
+                f"activations: {conv.title} has no {fmt.name} of weights alone"
+                + (f", only {', '.join(conv.weight_only)}" if conv.weight_only else "")
+                + "; leave it out"
+            )
+    elif activations is not None and not fmt.has_global_scale:
         raise ValueError(
-            f"weight_only: {conv.title} has no {fmt.name} of weights alone"
-            + (f", only {', '.join(conv.weight_only)}" if conv.weight_only else "")
-            + "; leave it out"
+            f"activations: {fmt.name} has no scale that could be calibrated; leave them out"
         )
     include = (include,) if isinstance(include, str) else tuple(include)
     exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude)
-    return _Request(fmt, conv, include, exclude, **more)
+    return _Request(fmt, conv, include, exclude, activations)
+
+
+def _digest(amax: Mapping[str, float] | None) -> str | None:
+    """Tells what was calibrated from what was calibrated otherwise."""
+    if amax is None:
+        return None
+    return xxh3_128(json.dumps(dict(amax), sort_keys=True).encode()).hexdigest()
 
 
 def quantize_file(
@@ -154,7 +181,7 @@ def quantize_folder(
     include: str | Sequence[str] = (),
     exclude: str | Sequence[str] = (),
     progress: Callable[[Progress], None] | None = None,
-    weight_only: bool = False,
+    activations: Mapping[str, float] | str | None = None,
 ) -> dict[str, Any]:
     """Quantize a folder as ``save_pretrained`` writes it, so that other programs read it.
 
@@ -174,7 +201,10 @@ def quantize_folder(
             "compressed-tensors" are what servers read.
         include, exclude: globs of tensors, as in :func:`quantize_file`.
         progress: called at each step, by one thread at a time.
-        weight_only: activations stay in high precision.
+        activations: None: servers quantize them with an ``input_scale`` of 1, where the format has
+            one; layer -> largest magnitude of its input, as :func:`blockscale.calibrate` measures
+            it: with the scale of that, and experts that no token reached with the largest of their
+            block; "bfloat16": they stay in high precision.
 
     Returns:
         The manifest of the folder, ``blockscale.manifest.json`` in it.
@@ -184,7 +214,7 @@ def quantize_folder(
             quantized already, or whose index names what is not there.
         OSError: no such folder, no room, or the source changed while it was read.
     """
-    request = _request(format, convention, include, exclude, weight_only=weight_only)
+    request = _request(format, convention, include, exclude, activations)
     with Files(source, "source") as files:
         if not files.is_folder:
             raise NotADirectoryError(
@@ -217,17 +247,18 @@ class _Plan:
     reasons: dict[str, str | None]  # None: quantized; else why it is copied
     earlier: dict[str, Description]  # what is quantized already
     scales: GlobalScales | None  # of formats that have them
+    input_scales: InputScales
     warnings: list[str]
 
     @property
     def about(self) -> dict[str, Any]:
         """More for the manifest."""
-        has = {"input_scale": INPUT_SCALE} if self.request.has_input_scale else {}
-        return {
-            **self.request.options,
-            **has,
-            "warnings": self.warnings,
-        }
+        about = {**self.request.options, "warnings": self.warnings}
+        if self.request.has_input_scale and self.request.amax is None:
+            about["input_scale"] = INPUT_SCALE
+        elif self.request.has_input_scale:
+            about["unvisited_experts"] = self.input_scales.unvisited
+        return about
 
     @property
     def scheme(self) -> Scheme:
@@ -253,7 +284,8 @@ class _Plan:
                 TORCH_DTYPES[tensor.dtype],
                 has_input_scale=request.has_input_scale,
             )
-            tasks.append(Quantize(name, tensor, descriptions[name], self.scales, INPUT_SCALE))
+            scale = self.input_scales[name.removesuffix(".weight")]
+            tasks.append(Quantize(name, tensor, descriptions[name], self.scales, scale))
         check_names((stored for task in tasks for stored in task.stored), "source")
         told = descriptions if request.convention.describes_itself else {}
         source = {"name": file, "size": header.file_size}
@@ -292,7 +324,14 @@ def _plan(files: Files, request: _Request) -> _Plan:
         scales = GlobalScales(
             groups, lambda name: stored_amax(files, name), format, request.storage.divides
         )
-    return _Plan(files, request, reasons, earlier, scales, warnings)
+    layers = [name.removesuffix(".weight") for name, why in reasons.items() if why is None]
+    input_scales = InputScales(layers, request.amax, format)
+    if input_scales.missing:
+        warnings.append(
+            f"{len(input_scales.missing)} layers ({', '.join(input_scales.missing[:3])}) were not "
+            f"calibrated, and have an input_scale of {INPUT_SCALE:g}"
+        )
+    return _Plan(files, request, reasons, earlier, scales, input_scales, warnings)
 
 
 def _earlier(header: Header, file: str) -> dict[str, Description]:

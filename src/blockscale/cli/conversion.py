@@ -105,6 +105,12 @@ def _lines(target: Path, manifest: dict[str, Any]) -> Iterator[Text]:
             f"  input_scale {manifest['input_scale']:g}, not calibrated: servers that quantize "
             "activations to nvfp4 cut those above 2688 and lose precision in blocks below 0.09"
         )
+    if unvisited := manifest.get("unvisited_experts"):
+        names = ", ".join(map(show, unvisited[:3]))
+        yield Text(
+            f"  {len(unvisited)} matrices of experts that no token reached have the largest "
+            f"input_scale of their block's ({names}{', ...' if len(unvisited) > 3 else ''})"
+        )
     for warning in manifest.get("warnings", ()):
         yield Text(f"  warning: {warning}")
     if done.lowest is not None:

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from .calibrating import calibrated
 from .conversion import progress, show_summary
 
 __all__ = ["quantize"]
@@ -31,6 +32,10 @@ def quantize(
     weight_only: Annotated[
         bool, typer.Option("--weight-only", help="of a folder: activations in high precision")
     ] = False,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(help="text: run the folder's model on it (transformers) for input scales"),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="print the manifest")] = False,
 ) -> None:
     """Quantize the matrices of a checkpoint, in constant memory; go on after a kill.
@@ -44,13 +49,19 @@ def quantize(
     from ..checkpoint import quantize_file, quantize_folder
 
     chosen = tuple(include or ()), tuple(exclude or ())
+    if weight_only and calibrate:
+        raise ValueError("calibrate: is for activations that are quantized; leave out weight-only")
     with progress("quantizing") as tell:
         if source.is_dir():
+            activations = "bfloat16" if weight_only else calibrated(source, calibrate)
             manifest = quantize_folder(
-                source, target, format, convention, *chosen, tell, weight_only
+                source, target, format, convention, *chosen, tell, activations
             )
-        elif weight_only:
-            raise ValueError("weight_only: is of folders, whose config.json says so; leave it out")
+        elif weight_only or calibrate:
+            raise ValueError(
+                f"{'weight-only' if weight_only else 'calibrate'}: is for folders, whose "
+                "config.json says so; leave it out"
+            )
         else:
             manifest = quantize_file(
                 *(source, target, format, *chosen, tell), convention=convention

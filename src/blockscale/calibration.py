@@ -1,0 +1,93 @@
+"""``calibrate``: how large the inputs of a model's layers get on data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from .measure import amax
+from .nn.hf_experts import is_experts
+
+__all__ = ["calibrate"]
+
+
+def calibrate(model: torch.nn.Module, batches: Iterable[Any]) -> dict[str, float]:
+    """The largest magnitude of what each linear layer of ``model`` is given.
+
+    >>> found = bs.calibrate(model, [batch])
+    >>> found["0"] == batch.abs().max().item()
+    True
+
+    For NVFP4 activations that servers quantize with one scale of a file, ``input_scale``:
+    :func:`blockscale.checkpoint.quantize_folder` takes the result as ``activations``.
+
+    Args:
+        model: with ``torch.nn.Linear`` layers, and experts of transformers 5 (stacked parameters).
+            It runs as it is: call ``model.eval()`` before.
+        batches: what it is called with: a tensor, or keyword arguments as a dictionary, each.
+
+    Returns:
+        name of the layer -> amax; expert ``e`` of ``"...experts"`` is ``"...experts.e.gate_proj"``,
+        ``up_proj`` and ``down_proj``. Layers and experts that no batch reached are missing.
+
+    Raises ValueError where there are no batches, or no layer was reached.
+    """
+    found: dict[str, float] = {}
+    count = 0
+    with ExitStack() as stack, torch.no_grad():
+        for name, module in model.named_modules():
+            look = _linear if isinstance(module, torch.nn.Linear) else None
+            look = _experts if is_experts(module) else look
+            if look is not None:
+                hook = module.register_forward_pre_hook(
+                    partial(look, found, name), with_kwargs=True
+                )
+                stack.callback(hook.remove)
+        for batch in batches:
+            count += 1
+            model(**batch) if isinstance(batch, dict) else model(batch)
+    if not found:
+        what = "no linear layer saw a batch" if count else "there are none"
+        raise ValueError(f"batches: {what}; pass inputs that the model is called with")
+    return found
+
+
+def _note(found: dict[str, float], name: str, x: Tensor) -> None:
+    if x.numel():
+        found[name] = max(found.get(name, 0.0), amax(x).item())
+
+
+def _linear(
+    found: dict[str, float], name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    (x,) = (*args, *kwargs.values())
+    _note(found, name, x)
+
+
+def _experts(
+    found: dict[str, float], name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Compute what each expert has between its products, beside the forward of the module."""
+    hidden, index, *_ = (*args, *kwargs.values())
+    hidden = hidden.reshape(-1, hidden.shape[-1])
+    index = index.reshape(len(hidden), -1)
+    gated = module.has_gate
+    for expert in index.unique().tolist():
+        x = hidden[(index == expert).any(-1)]
+        between = _product(module, "gate_up_proj" if gated else "up_proj", expert, x)
+        between = module._apply_gate(between) if gated else module.act_fn(between)
+        for part in ("gate_proj", "up_proj") if gated else ("up_proj",):
+            _note(found, f"{name}.{expert}.{part}", x)
+        _note(found, f"{name}.{expert}.down_proj", between)
+
+
+def _product(module: Any, parameter: str, expert: int, x: Tensor) -> Tensor:
+    weight = getattr(module, parameter)[expert]
+    bias = getattr(module, f"{parameter}_bias")[expert] if module.has_bias else None
+    return linear(x, weight.mT if module.is_transposed else weight, bias)

@@ -1,0 +1,80 @@
+"""``input_scale`` of each weight: what servers quantize its activations with."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from ..formats import Format
+from ..rounding import float32_bits, from_float32_bits, global_scale_from_amax
+from .ours import INPUT_SCALE
+
+__all__ = ["InputScales"]
+
+#: block, expert and projection of the names of experts in files and in models.
+_EXPERT = re.compile(r"^(.*?\.\d+)\..*experts\.(\d+)\.(\w+)$")
+_SAME = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+Key = tuple[str, str]  # of an expert's projection: its block, and what it is called
+
+
+class InputScales:
+    """Scales of the inputs of layers.
+
+    Args:
+        layers: names of those that get one.
+        amax: layer -> largest magnitude of its input; None: every scale is
+            :data:`~blockscale.checkpoint.ours.INPUT_SCALE`.
+        format: of the activations.
+
+    Attributes:
+        unvisited: experts that no token reached: they have the largest of their block's.
+        missing: other layers of which nothing is known; theirs is the default.
+    """
+
+    def __init__(
+        self, layers: Iterable[str], amax: Mapping[str, float] | None, format: Format
+    ) -> None:
+        self.unvisited: list[str] = []
+        self.missing: list[str] = []
+        self._scales: dict[str, float] = {}
+        if amax is None:
+            return
+        experts, largest = _experts(amax)
+        for layer in layers:
+            found, expert = amax.get(layer), _expert(layer)
+            if not found and expert is not None:
+                found = experts.get(expert)
+                if not found:
+                    found = largest.get(expert[0])
+                    self.unvisited += [layer] if found else []
+            if found:
+                self._scales[layer] = _scale(found, format)
+            else:
+                self.missing.append(layer)
+
+    def __getitem__(self, layer: str) -> float:
+        return self._scales.get(layer, INPUT_SCALE)
+
+
+def _expert(layer: str) -> tuple[Key, str] | None:
+    """A projection of all experts of a block, and which expert; None for other layers."""
+    match = _EXPERT.match(layer)
+    return match and ((match[1], _SAME.get(match[3], match[3])), match[2])
+
+
+def _experts(amax: Mapping[str, float]) -> tuple[dict[tuple[Key, str], float], dict[Key, float]]:
+    """Of each expert, and the largest of a block's experts."""
+    each: dict[tuple[Key, str], float] = {}
+    largest: dict[Key, float] = {}
+    for layer, value in amax.items():
+        if (expert := _expert(layer)) is not None:
+            each[expert] = value
+            largest[expert[0]] = max(value, largest.get(expert[0], 0.0))
+    return each, largest
+
+
+def _scale(amax: float, format: Format) -> float:
+    bits = global_scale_from_amax(float32_bits(torch.tensor(amax)), format)
+    return from_float32_bits(bits).item()
