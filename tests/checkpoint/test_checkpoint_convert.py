@@ -281,6 +281,25 @@ def test_gpt_oss(tmp_path: Path):
     assert torch.equal(checkpoint.load_folder(tmp_path / "bf16")[name], q.dequantize())
 
 
+def test_stacked_experts_of_modelopt(tmp_path: Path):
+    """(experts, in, out), packed along the contraction, as it exports Llama 4 and gpt-oss."""
+    q = bs.quantize(torch.randn(2, 64, 48).bfloat16(), "nvfp4", axis=-2)
+    name = f"{LAYER}feed_forward.experts.gate_up_proj"
+    state = {
+        name: q.qdata.contiguous(),
+        f"{name}_weight_scale": q.scale,
+        f"{name}_weight_scale_2": q.global_scale,
+        f"{name}_input_scale": torch.tensor(0.5),
+    }
+    quantization = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+    folders.make(tmp_path / "in", state, quantization_config=quantization)
+    loaded = checkpoint.load_folder(tmp_path / "in")
+    assert torch.equal(loaded[name], q)
+    assert loaded[f"{name}_input_scale"] == 0.5
+    with pytest.raises(ValueError, match="do not run along its rows"):
+        checkpoint.convert_folder(tmp_path / "in", tmp_path / "out", "blockscale")
+
+
 def test_refusals(made: Callable[[str, str], Path], tmp_path: Path, blockscale: Cli):
     def run(source: Path, *arguments: str) -> str:
         ran = blockscale("convert-checkpoint", source, tmp_path / "out", *arguments)

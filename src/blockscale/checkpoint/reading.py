@@ -18,7 +18,9 @@ __all__ = ["convention_of", "descriptions_of"]
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 #: Names of what belongs to a quantized weight in some convention, and dtypes of codes.
-_PARTS = re.compile(r"weight_(packed|scale|scale_inv|scale_2|global_scale|zero_point|shape)$")
+_PARTS = re.compile(
+    r"(^|[._])weight_(packed|scale|scale_inv|scale_2|global_scale|zero_point|shape)$"
+)
 _CODES = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "F6_E2M3", "F6_E3M2", "U8", "I8")
 
 
@@ -60,9 +62,12 @@ def descriptions_of(
         return found
     claimed = {part for name, each in found.items() for part in each.names(name).values()}
     dtype = _DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), torch.bfloat16)
-    everywhere = _Everywhere(files)
+    everywhere, storages = (
+        _Everywhere(files),
+        (*convention.storages.values(), *convention.also_read),
+    )
     for stored in files.tensors:
-        for storage in convention.storages.values() if stored not in claimed else ():
+        for storage in storages if stored not in claimed else ():
             match = _match(storage, stored, everywhere, dtype)
             if match is not None:
                 name, description = match
@@ -98,13 +103,14 @@ def _match(
     name, place, data = storage.tensor_name(stored), storage.places["data"], tensors[stored]
     if name is None or data.dtype not in place.dtypes or len(data.shape) < 2:
         return None
-    shape = place.shapes.part(data.shape)
-    shape = (*shape[:-1], storage.format.element.elements(shape[-1]))
+    shape = list(place.shapes.part(data.shape))
+    shape[storage.axis] = storage.format.element.elements(shape[storage.axis])
     given = storage.places.get("input_scale")
     description = Description(
         storage,
-        shape,
+        tuple(shape),
         dtype,
+        storage.axis,
         has_input_scale=given is not None and given.of(name) in tensors,
     )
     try:

@@ -135,11 +135,13 @@ class Storage:
         format: of the tensors.
         places: of the parts.
         scale_rounding: of block scales where not all values can be stored.
+        axis: along which blocks run.
     """
 
     format: Format
     places: Mapping[str, Place]
     scale_rounding: str | None = None
+    axis: int = -1
 
     @property
     def divides(self) -> bool:
@@ -279,6 +281,8 @@ class Description:
                     if part == "data" and found.numel() < math.prod(shape):
                         found = _pad(found, self.format, self.shape, shape, self.axis)
                     parts[part] = found.reshape(shape)
+                    if part == "data" and self.format.turned(self.axis, False):
+                        parts[part] = parts[part].mT.contiguous().mT
             q = ScaledTensor(
                 parts.pop("data"),
                 parts.pop("scale"),

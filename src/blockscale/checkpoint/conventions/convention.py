@@ -49,6 +49,7 @@ class Convention:
         name: as users choose it.
         title: whose it is.
         storages: how tensors of each format lie in files.
+        also_read: more ways in which tensors lie that are not written.
         methods: values of ``quant_method`` in a configuration.
         configure: what files of a folder say of a scheme: name of a file -> what is put into it.
         is_weight_only: whether a ``quantization_config`` says that activations are not quantized.
@@ -68,6 +69,7 @@ class Convention:
     is_weight_only: Callable[[Json], bool] = _never
     fuses: bool = False
     weight_only: tuple[str, ...] = ()
+    also_read: tuple[Storage, ...] = ()
     describes_itself: bool = False
     stacks: bool = False
     model_types: tuple[str, ...] = ()

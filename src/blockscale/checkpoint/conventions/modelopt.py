@@ -11,6 +11,7 @@ from typing import Any
 
 from ...formats import formats
 from ..ours import STORAGES
+from ..storage import Place, Storage
 from .convention import Convention, Json, Scheme
 
 __all__ = ["MODELOPT"]
@@ -88,12 +89,25 @@ def _is_weight_only(quantization: Json) -> bool:
     )
 
 
+#: Experts of Llama 4 and gpt-oss, (experts, in, out), packed along the contraction.
+_STACKED = Storage(
+    formats["nvfp4"],
+    {
+        "data": Place("{name}", ("U8",)),
+        "scale": Place("{name}_weight_scale", ("F8_E4M3",)),
+        "global_scale": Place("{name}_weight_scale_2", ("F32",)),
+        "input_scale": Place("{name}_input_scale", ("F32",)),
+    },
+    axis=-2,
+)
+
 MODELOPT = Convention(
     name="modelopt",
     title="NVIDIA ModelOpt",
     storages={name: STORAGES[name] for name, _ in _ALGOS},
     methods=("modelopt", "modelopt_fp4", "modelopt_mxfp8"),
     configure=_configure,
+    also_read=(_STACKED,),
     is_weight_only=_is_weight_only,
     fuses=True,
     weight_only=("nvfp4",),
