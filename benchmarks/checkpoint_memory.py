@@ -1,8 +1,8 @@
 """Convert a folder of the shape of a 70B model, and see how much memory that takes.
 
-``python benchmarks/checkpoint_memory.py [--place DIR] [--files N]``: the source is sparse files (all
-zeros, no blocks of the disk), and each file that is made is cut to nothing as soon as it has its
-name and its manifest was checked, so that little disk is needed. Writes
+``python benchmarks/checkpoint_memory.py [--place DIR] [--files N]``: the source is sparse files
+(all zeros, no blocks of the disk), and each file that is made is cut to nothing as soon as it has
+its name and its manifest was checked, so that little disk is needed. Writes
 benchmarks/results/checkpoint_memory.json.
 """
 
