@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 from memory_model import Event, Races, closed, overlap, races
+from ptx_kernels import text
 
 from blockscale import emulator as em
 from blockscale.emulator.machine import ports
 from blockscale.emulator.machine.engine import Work
-from kernels import text
 
 __all__ = ["Program", "Verdict", "verdict"]
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 from asynchronous import ORDERS, outcome
-
-from kernels import text
+from ptx_kernels import text
 
 PARAMETERS = ".param .u64 tensor, .param .u64 data"
 

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 from asynchronous import ORDERS, aligned
+from ptx_kernels import line_of, text
 
 from blockscale import emulator as em
 from blockscale.emulator.alarms.alarm import KINDS, wanted
-from kernels import line_of, text
 
 SHARED = ".shared .align 128 .b8 s[1024]; .shared .align 8 .b64 bar;"
 #: Warp 1 reads what warp 0 writes, with nothing between; the word of thread 0 was never written.

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from asynchronous import ORDERS, outcome, refusal
+from ptx_kernels import line_of, text
 
 from blockscale import emulator as em
-from kernels import line_of, text
 
 RNG = np.random.default_rng(912)
 FEW = (*ORDERS[:2], ORDERS[-1])

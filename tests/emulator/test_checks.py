@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 from asynchronous import ORDERS, aligned, outcome, refusal
+from ptx_kernels import line_of, text
 
 from blockscale import emulator as em
 from blockscale.emulator.alarms.errors import DataRace, ExitRace, Uninitialized
-from kernels import line_of, text
 
 SHARED = """.shared .align 128 .b8 s[1024]; .shared .align 8 .b64 bar[2];
     setp.lt.u32 %p1, %t, 32; setp.eq.u32 %p2, %t, 0; shl.b32 %r1, %t, 2;

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from ptx_kernels import text
 
 from blockscale import emulator as em
-from kernels import text
 
 BEFORE = ".shared .align 8 .b8 place[16];"
 #: CTA 1 acts on CTA 0's memory; {last} comes before both exit.

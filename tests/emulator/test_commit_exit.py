@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from asynchronous import ORDERS
+from ptx_kernels import text
 
 from blockscale import emulator as em
-from kernels import text
 
 BEFORE = """
 .shared .align 8 .b64 seen;

@@ -7,9 +7,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 from asynchronous import ORDERS, outcome, refusal
+from ptx_kernels import line_of, text
 
 from blockscale import emulator as em
-from kernels import line_of, text
 
 RNG = np.random.default_rng(25)
 SHARED = """.shared .align 128 .b8 s[4096]; .shared .align 8 .b64 bar[2];

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 from asynchronous import ORDERS, aligned
+from ptx_kernels import line_of, text
 
 from blockscale import emulator as em
-from kernels import line_of, text
 
 FEW = (*ORDERS[:2], ORDERS[-1])
 WAIT = "griddepcontrol.wait;"

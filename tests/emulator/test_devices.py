@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 from asynchronous import ORDERS
+from ptx_kernels import text
 
 from blockscale import emulator as em
-from kernels import text
 
 every_order = pytest.mark.parametrize(("completion", "seed"), ORDERS)
 

@@ -7,9 +7,9 @@ import re
 import numpy as np
 import pytest
 import torch
+from ptx_kernels import HEAD, fault, line_of, run, text
 
 from blockscale import emulator as em
-from kernels import HEAD, fault, line_of, run, text
 
 OUT = np.zeros(64, np.uint32)
 

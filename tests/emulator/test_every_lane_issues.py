@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from ptx_kernels import HEAD
 
 from blockscale import emulator as em
-from kernels import HEAD
 
 KERNEL = """
 .visible .entry k(.param .u64 out, .param .align 64 .b8 map[128], .param .u32 zero) {

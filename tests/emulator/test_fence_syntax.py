@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from ptx_kernels import text
 
 from blockscale import emulator as em
-from kernels import text
 
 SCOPES = ("cta", "cluster", "gpu", "sys")
 TO, FROM = "sync_restrict::shared::cluster", "sync_restrict::shared::cta"

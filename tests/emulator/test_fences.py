@@ -6,10 +6,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from asynchronous import FEW_ORDERS
+from ptx_kernels import text
 
 from blockscale import emulator as em
 from blockscale.emulator.alarms.errors import DataRace, MissingFence
-from kernels import text
 
 
 def alarms(body: str, check: str, target: str = "sm_90a", ctas: int = 1) -> list[em.PtxError]:

@@ -12,11 +12,11 @@ import re
 import numpy as np
 import pytest
 from asynchronous import outcome
+from ptx_kernels import HEAD, fault, line_of, run, text
 from test_tcgen05 import alloc, free, kernel, launch
 
 from blockscale import emulator as em
 from blockscale.emulator.ptx.parse import parse, parse_once
-from kernels import HEAD, fault, line_of, run, text
 
 # --- declarations ---------------------------------------------------------------------------------
 

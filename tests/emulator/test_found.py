@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from asynchronous import FEW_ORDERS, aligned
+from ptx_kernels import HEAD
 
 from blockscale import emulator as em
-from kernels import HEAD
 
 PAGE = (Path(__file__).parents[2] / "docs" / "found.md").read_text()
 EXAMPLES = dict(re.findall(r"<!-- example: (\S+) -->\n```ptx\n(.*?)```", PAGE, re.DOTALL))

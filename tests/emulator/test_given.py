@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ptx_kernels import text
 
 from blockscale import emulator as em
-from kernels import text
 
 STORE = "st.global.u32 [%at], %t;"
 

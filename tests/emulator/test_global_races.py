@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from ptx_kernels import line_of, text
 
 from blockscale import emulator as em
 from blockscale.emulator.alarms.errors import DataRace, MissingFence
-from kernels import line_of, text
 
 ORDERS = [("eager", 0), ("late", 0), *(("random", seed) for seed in range(4))]
 UNORDERED = "nothing orders it after the"

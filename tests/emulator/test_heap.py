@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from ptx_kernels import run, text
 
 from blockscale import emulator as em
-from kernels import run, text
 
 EXTERN = """.extern .func (.param .b64 func_retval0) malloc (.param .b64 malloc_param_0);
 .extern .func free (.param .b64 free_param_0);

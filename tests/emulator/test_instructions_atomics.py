@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from ptx_floats import add, flush
+from ptx_kernels import run
 
 from blockscale import emulator as em
-from kernels import run
 
 RNG = np.random.default_rng(0)
 

@@ -10,11 +10,11 @@ import numpy as np
 import ptx_floats as pf
 import pytest
 from ptx_forms import Form, bits, check
+from ptx_kernels import run
 from test_instructions_floating import compare, extreme
 from test_instructions_integer import typed
 
 from blockscale import emulator as em
-from kernels import run
 
 TESTS = ("eq", "ne", "lt", "le", "gt", "ge", "equ", "neu", "ltu", "leu", "gtu", "geu", "num", "nan")
 TRUE = {

@@ -12,10 +12,10 @@ import numpy as np
 import ptx_floats as pf
 import pytest
 from ptx_forms import Form, bits, check
+from ptx_kernels import run
 from test_instructions_integer import signed
 
 from blockscale import emulator as em
-from kernels import run
 
 FLOATS = ("f16", "bf16", "f32", "f64")
 INTEGERS = ("u8", "u16", "u32", "u64", "s8", "s16", "s32", "s64")

@@ -15,10 +15,10 @@ import ptx_floats as pf
 import ptx_forms
 import pytest
 from ptx_forms import Form, check
+from ptx_kernels import run
 
 from blockscale import emulator as em
 from blockscale.emulator.ieee import exact_fp64, fma64
-from kernels import run
 
 Model = Callable[..., int]
 ROUNDINGS = ("rn", "rz", "rm", "rp")

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from ptx_kernels import run
 
 from blockscale import emulator as em
-from kernels import run
 
 RNG = np.random.default_rng(1)
 WARPS, SIZE = 2, 4096

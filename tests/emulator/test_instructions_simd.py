@@ -9,10 +9,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from ptx_forms import Form, bits, check
+from ptx_kernels import run
 from test_instructions_integer import SHIFTS, signed, typed
 
 from blockscale import emulator as em
-from kernels import run
 
 Model = Callable[..., int]
 

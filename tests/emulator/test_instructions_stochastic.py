@@ -10,10 +10,10 @@ import numpy as np
 import ptx_floats as pf
 import pytest
 from ptx_forms import Form, check
+from ptx_kernels import run
 from test_instructions_convert import BITS, LARGEST, NARROW, narrow
 
 from blockscale import emulator as em
-from kernels import run
 
 RNG = random.Random(5)
 POOL = [

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 from asynchronous import outcome, refusal
+from ptx_kernels import text
 
 from blockscale import emulator as em
 from blockscale.emulator.alarms.errors import DataRace, LaneRace, MissingFence, Uninitialized
 from blockscale.emulator.clocks import columns
 from blockscale.emulator.machine.state import Deadlock
-from kernels import text
 
 HEAD = """.shared .align 128 .b8 s[1024]; .shared .align 8 .b64 bar[2];
     mov.u32 %r1, s; mad.lo.u32 %r2, %t, 4, %r1; xor.b32 %r3, %r2, 4; setp.eq.u32 %p1, %t, 0;

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 from asynchronous import outcome, refusal
+from ptx_kernels import line_of, text
 
 from blockscale import emulator as em
 from blockscale.emulator.alarms.errors import DataRace, LaneRace, Site
 from blockscale.emulator.clocks import order, tables
-from kernels import line_of, text
 
 HEAD = """.shared .align 128 .b8 s[2048]; .shared .align 8 .b64 bar[2];
     setp.eq.u32 %p2, %t, 0; shl.b32 %r1, %t, 2; mov.u32 %r2, s; add.u32 %r4, %r2, %r1;

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 from asynchronous import ORDERS, aligned, outcome, refusal
+from ptx_kernels import line_of, text
 
 from blockscale import emulator as em
-from kernels import line_of, text
 
 SM100 = "sm_100a"
 CANCEL = "clusterlaunchcontrol.try_cancel.async"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from ptx_kernels import run, text
 
 from blockscale import emulator as em
-from kernels import run, text
 
 
 def words(count: int) -> np.ndarray:

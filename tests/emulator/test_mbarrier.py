@@ -8,9 +8,9 @@ import random
 import numpy as np
 import pytest
 from asynchronous import outcome, refusal
+from ptx_kernels import line_of, text
 
 from blockscale import emulator as em
-from kernels import line_of, text
 
 SHARED = """.shared .align 8 .b64 bar[4]; .shared .b32 word;
     mov.u32 %r1, bar; setp.eq.u32 %p1, %t, 0;

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ptx_kernels import run, text
 from wgmma_kernels import DTYPES as FLOATS
 
 from blockscale import emulator as em
 from blockscale.emulator.ieee import exact_fp64
 from blockscale.emulator.tensorcore.arithmetic import Instruction, multiply
-from kernels import run, text
 
 M, N = 16, 8
 DTYPES: dict[str, Any] = {

@@ -6,6 +6,7 @@ import random
 
 import numpy as np
 import pytest
+from ptx_kernels import run, text
 
 from blockscale import emulator as em
 from blockscale.emulator.ptx.parse import parse
@@ -19,7 +20,6 @@ from blockscale.emulator.ptx.program import (
     Symbol,
     Vector,
 )
-from kernels import run, text
 
 OUT = np.zeros(32, np.uint32)
 

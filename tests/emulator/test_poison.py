@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
-from kernels import run
+from ptx_kernels import run
 
 
 @pytest.mark.undefined

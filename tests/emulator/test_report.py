@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ptx_kernels import HEAD, line_of, run, text
 
 from blockscale import emulator as em
 from blockscale.emulator.observe.collect import Collector
 from blockscale.emulator.observe.report import family
 from blockscale.emulator.observe.trace import Slice
 from blockscale.emulator.observe.trace import events as trace_events
-from kernels import HEAD, line_of, run, text
 
 RNG = np.random.default_rng(0)
 OFFSET = "ld.param.u64 %rd1, [at]; mad.wide.u32 %rd1, %t, 4, %rd1; ld.global.u32 %r1, [%rd1];\n"

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ptx_kernels import text
 
 from blockscale import emulator as em
 from blockscale.emulator.launches import grid
-from kernels import text
 
 SM100 = "sm_100a"
 ORDERS = (("eager", 0), ("late", 0), *(("random", seed) for seed in range(8)))

@@ -6,9 +6,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from asynchronous import outcome, refusal
+from ptx_kernels import text
 
 from blockscale.emulator.alarms.errors import DataRace
-from kernels import text
 
 #: Warp 0 writes a word and tells warp 1, which waits and reads it.
 BODY = """.shared .b32 flag; .shared .b32 other; .shared .align 128 .b8 s[256];

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ptx_kernels import text
 
 from blockscale import emulator as em
 from blockscale.emulator.launches import spins
-from kernels import text
 
 #: Every lane takes the lock, as nvcc compiles ``while (atomicCAS(lock, 0, 1)) {}``.
 LOCK = """

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 from asynchronous import ORDERS, outcome, refusal
+from ptx_kernels import line_of, text
 from tcgen05_kernel import run, source
 
 from blockscale import emulator as em
 from blockscale.emulator.alarms.errors import DataRace, Uninitialized
-from kernels import line_of, text
 
 RNG = np.random.default_rng(9716)
 HEAD = """.shared .align 8 .b64 bar[2]; .shared .b32 place[4]; .reg .b32 %v<128>;

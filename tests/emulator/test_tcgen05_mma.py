@@ -13,10 +13,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 from asynchronous import refusal
+from ptx_kernels import line_of
 from tcgen05_kernel import run, source
 
 from blockscale.emulator.tensorcore.arithmetic import Instruction, multiply
-from kernels import line_of
 
 RNG = np.random.default_rng(16)
 CODES = {"f16": 0, "bf16": 1, "tf32": 2, "e4m3": 0, "e5m2": 1, "e2m3": 3, "e3m2": 4, "e2m1": 5}

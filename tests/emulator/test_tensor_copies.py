@@ -15,9 +15,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 from asynchronous import outcome, refusal
+from ptx_kernels import line_of, text
 
 from blockscale import emulator as em
-from kernels import line_of, text
 
 RNG = np.random.default_rng(27)
 TOLD = "mbarrier::complete_tx::bytes"

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 from asynchronous import ORDERS, aligned, outcome, refusal
+from ptx_kernels import line_of, text
 
 from blockscale import emulator as em
 from blockscale.emulator.memory.tensormap import TensorMap
 from blockscale.emulator.memory.tensormap_bits import ELEMENTS
 from blockscale.emulator.memory.tensormap_bits import replace as replaced
-from kernels import line_of, text
 
 RNG = np.random.default_rng(928)
 FEW = (*ORDERS[:2], ORDERS[-1])

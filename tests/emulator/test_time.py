@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 from asynchronous import FEW_ORDERS
+from ptx_kernels import text
 
 from blockscale import emulator as em
-from kernels import text
 
 every_order = pytest.mark.parametrize(("completion", "seed"), FEW_ORDERS)
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from asynchronous import ORDERS
+from ptx_kernels import line_of, text
 
 from blockscale import emulator as em
-from kernels import line_of, text
 
 SETUP = """.shared .align 8 .b64 bar; setp.eq.u32 %p1, %t, 0;
     @%p1 mbarrier.init.shared.b64 [bar], 1; bar.sync 0;

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from asynchronous import outcome, refusal
+from ptx_kernels import line_of, text
 
 from blockscale import emulator as em
-from kernels import line_of, text
 
 #: s: thread t's word is at %r3; the words of threads from 16 on are written, as t.
 SHARED = """.shared .align 128 .b8 s[1024]; .shared .align 8 .b8 other[256];

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ptx_kernels import line_of
 from wgmma_kernels import (
     COMMIT,
     FENCE,
@@ -23,7 +24,6 @@ from wgmma_kernels import (
 )
 
 from blockscale import emulator as em
-from kernels import line_of
 
 S8 = Shape("bf16", "bf16", "f32", 8)
 RS = Shape("bf16", "bf16", "f32", 8, True)

@@ -10,9 +10,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 from asynchronous import aligned
+from ptx_kernels import text
 
 from blockscale import emulator as em
-from kernels import text
 
 #: Types of A and B, of C and D, and what holds an element; registers of A, B, and D by shape.
 F16, BF16 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)

@@ -7,10 +7,10 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from ptx_kernels import HEAD
 
 from blockscale import emulator as em
 from blockscale.emulator.tensorcore.arithmetic import Instruction, multiply
-from kernels import HEAD
 
 DTYPES: dict[str, Any] = {
     "tf32": np.dtype(np.float32),
