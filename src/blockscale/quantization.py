@@ -12,7 +12,7 @@ from .hadamard import Hadamard
 __all__ = ["PLAIN", "SCALINGS", "Quantization", "check_eden"]
 
 #: How a block's scale is chosen.
-SCALINGS = ("amax", "four_over_six", "ms_eden")
+SCALINGS = ("amax", "four_over_six", "search", "ms_eden")
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class Quantization:
         random_signs: of the transform, drawn anew in each step.
         scaling: how a block of NVFP4 gets its scale. ``"amax"``: its largest element becomes 6.
             ``"four_over_six"``: 6, or 4 where the squared error is then smaller (arXiv 2512.02010).
+            ``"search"``: the best of eight such scales, from 3.7 to 6.4, for weights that are kept.
             ``"ms_eden"``: by a factor for each block of the transform, which makes it as long as it
             was along what it was, and rounded stochastically, the elements to nearest: on average
             over signs that is right, with a smaller error than that of ``stochastic``

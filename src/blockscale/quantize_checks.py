@@ -82,9 +82,10 @@ def check(
         raise ValueError(
             f"seed: its step is on {seed.step.device}, what is rounded on {x.device}; move it"
         )
-    if seed is not None and request.scaling == "four_over_six":
+    if seed is not None and request.scaling in ("four_over_six", "search"):
         raise ValueError(
-            "seed: is given, and scaling='four_over_six' rounds to nearest; leave out one of them"
+            f"seed: is given, and scaling={request.scaling!r} rounds to nearest; leave out one of "
+            "them"
         )
     if request.square and request.scaling == "ms_eden":
         raise ValueError(

@@ -263,7 +263,11 @@ MANTISSA_LIMIT = {
 
 #: What the largest element of a block of NVFP4 becomes, of each scale that is tried, by scaling.
 #: Slightly above 6 clips a little, and loses less in the mean (arXiv 2601.22813).
-LARGEST = {"four_over_six": (6.0, 4.0), "ms_eden": (6 / (17 / 16 * 0.93),)}
+LARGEST = {
+    "four_over_six": (6.0, 4.0),
+    "search": (6.0, 6.4, 5.6, 5.2, 4.8, 4.4, 4.0, 3.7),
+    "ms_eden": (6 / (17 / 16 * 0.93),),
+}
 
 #: What their global scale is multiplied by: the largest scale is 256 at first, not 448, as a block
 #: of which 4 is the largest element has one that is half as large again, and so may a correction

@@ -16,7 +16,7 @@ from ..kernels.cpu import calls as cpu
 from ..kernels.quantizers import calls as quantizers
 from ..layouts import get_layout, swizzle_scale
 from ..memory import as_bytes, joined
-from ..rounding import ROOM
+from ..rounding import LARGEST, ROOM
 from ..seed import Numbers
 from ..stored import is_per_matrix
 from . import fakes
@@ -195,7 +195,7 @@ def _by_kernel(
     if gpu is None:
         require_cpu_kernels()
         if asked.scaling != "amax":
-            raise Unsupported(f"scaling: CPU kernels know 'amax', got {asked.scaling!r}")
+            return [_best_of_scales(x, asked, global_scale, offsets, further, gather)]
         numbers = further.numbers
         if numbers is not None:
             numbers = numbers._replace(step=int(numbers.step))
@@ -242,6 +242,38 @@ def _by_kernel(
         (data, swizzle_scale(scale, axis, get_layout(layout), None))
         for (data, scale), axis, layout in zip(results, axes, layouts, strict=True)
     ]
+
+
+def _best_of_scales(
+    x: Tensor,
+    asked: quantizers.Request,
+    global_scale: Tensor | None,
+    offsets: Tensor | None,
+    further: quantizers.Further,
+    gather: Tensor | None,
+) -> Pair:
+    """What a CPU's kernel makes of rows whose blocks take the best of several scales."""
+    if (
+        asked.scaling == "ms_eden"
+        or asked.axes != (-1,)
+        or asked.square
+        or (offsets, further.numbers, further.hadamard) != (None, None, None)
+    ):
+        raise Unsupported(
+            f"scaling={asked.scaling!r}: CPU kernels know it of rows, neither of squares nor of "
+            "columns, without a transform"
+        )
+    assert global_scale is not None  # the op has it
+    x = x if gather is None else x[gather]
+    made = cpu.quantize_best(
+        *(x, asked.fmt, LARGEST[asked.scaling]),
+        nonfinite=asked.nonfinite,
+        global_scale=global_scale,
+    )
+    if made is None:
+        raise Unsupported(f"scaling={asked.scaling!r}: blocks are not finite, or below 2^-100")
+    data, scale = made
+    return data, swizzle_scale(as_bytes(scale), -1, get_layout(asked.layouts[0]), None)
 
 
 def _one_by_one(

@@ -24,7 +24,7 @@ from ..rounding import (
     unpack,
 )
 from ..seed import Numbers
-from .scaling import Blocks, four_over_six, ms_eden
+from .scaling import Blocks, least_error, ms_eden
 
 __all__ = ["apart_position", "dequantize", "global_scale", "quantize"]
 
@@ -120,9 +120,9 @@ def _quantize_blocks(
     else:
         blocks = Blocks(finite, amax, format, global_scale, noise, scaling.turned)
         codes, scale = (
-            four_over_six(blocks)
-            if scaling.name == "four_over_six"
-            else ms_eden(blocks, scaling.rotated)
+            ms_eden(blocks, scaling.rotated)
+            if scaling.name == "ms_eden"
+            else least_error(blocks, scaling.name)
         )
     codes = codes | sign
 

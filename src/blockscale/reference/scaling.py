@@ -23,7 +23,7 @@ from ..rounding import (
     scale_bits,
 )
 
-__all__ = ["Blocks", "four_over_six", "ms_eden"]
+__all__ = ["Blocks", "least_error", "ms_eden"]
 
 
 class Blocks(NamedTuple):
@@ -53,11 +53,12 @@ class Blocks(NamedTuple):
         return code, multiply(self.magnitude, reciprocal)
 
 
-def four_over_six(blocks: Blocks) -> tuple[Tensor, Tensor]:
-    """Codes of elements and of scales: the largest element of a block becomes 6, or 4 where the
-    squared error is then smaller. Source: Cook et al., arXiv 2512.02010."""
-    found = []
-    for largest in LARGEST["four_over_six"]:
+def least_error(blocks: Blocks, name: str) -> tuple[Tensor, Tensor]:
+    """Codes of elements and of scales: the largest element of a block becomes the first of
+    ``LARGEST[name]``, or a later one where the squared error is then smaller. Source, of 6 and 4:
+    Cook et al., arXiv 2512.02010."""
+    best: tuple[Tensor, Tensor, Tensor] | None = None
+    for largest in LARGEST[name]:
         scale, scaled = blocks.scaled(largest)
         codes = encode_magnitude(scaled, blocks.format.element)
         lost = from_float32_bits(scaled) - _values(codes, blocks.format)
@@ -65,10 +66,15 @@ def four_over_six(blocks: Blocks) -> tuple[Tensor, Tensor]:
         squares = squares.mT if blocks.turned else squares  # both axes of a square have one sum
         sums = _tree_sum(squares.flatten(-2))
         value = from_float32_bits(scale_bits(scale, UE4M3))
-        found.append((codes, scale, sums[..., None, :, None] * value * value))
-    (codes, scale, error), (other_codes, other_scale, other_error) = found
-    better = other_error < error
-    return torch.where(better, other_codes, codes), torch.where(better, other_scale, scale)
+        error = sums[..., None, :, None] * value * value
+        if best is not None:
+            better = error < best[2]
+            codes, scale, error = (
+                torch.where(better, *pair) for pair in zip((codes, scale, error), best, strict=True)
+            )
+        best = codes, scale, error
+    assert best is not None
+    return best[0], best[1]
 
 
 def ms_eden(blocks: Blocks, rotated: int) -> tuple[Tensor, Tensor]:

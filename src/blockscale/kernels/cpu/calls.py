@@ -110,6 +110,48 @@ def quantize(
     return data.view(format.element.dtype), scale
 
 
+def quantize_best(
+    x: Tensor,
+    format: Format,
+    largest: Sequence[float],
+    *,
+    nonfinite: str = "propagate",
+    global_scale: Tensor,
+) -> tuple[Tensor, Tensor] | None:
+    """As :func:`quantize` along rows, with the best of several scales for each block: those by
+    which its largest element becomes one of ``largest``.
+
+    None where blocks are so small, or not finite, that fp32 arithmetic may get them wrong.
+    """
+    from . import compiled, scaling
+
+    shape, x = x.shape, _three_dimensional(x)
+    grid, constants = _geometry(x, format, -1), specify(format, "nearest", nonfinite)
+    data = _empty(format.data_shape(shape, -1), torch.uint8)
+    scale = _empty(format.scale_shape(shape, -1), format.scale.dtype)
+    table = np.empty(128, np.int32)
+    factors = np.array(
+        [
+            compiled.ue4m3_reciprocals(
+                *(_scalar_bits(global_scale), int(np.float32(value).view(np.int32))),
+                *(scale_values(UE4M3)[:128], table),
+            )
+            for value in largest
+        ],
+        np.int64,
+    )
+    items, (flat, scale8, _) = _items(x), _flat(data, scale)
+    fixed = items, flat, scale8, grid, constants, factors, table, scale_values(UE4M3)
+
+    def work(first: int, last: int) -> int:
+        scratch = scaling.make_scratch(items, grid)
+        return int(compiled.quantize_best_tiles(*fixed, scratch, first, last))
+
+    if any(_run(work, grid.tiles, grid.chunk(_CHUNK))):
+        return None
+    return data.view(format.element.dtype), scale
+
+
 def global_scale(x: Tensor, format: Format) -> Tensor:
     """The fp32 scalar ``amax / (448 * element.max)`` over the finite elements of ``x``; 1 if 0."""
     return from_float32_bits(global_scale_from_amax(float32_bits(amax(x)), format))

@@ -7,7 +7,18 @@ from pathlib import Path
 
 from ... import error_sums, jit
 from ..common import watch_vector
-from . import arith, comparing, decoding, encoding, multiplying, pairing, swiglu, tiling, watching
+from . import (
+    arith,
+    comparing,
+    decoding,
+    encoding,
+    multiplying,
+    pairing,
+    scaling,
+    swiglu,
+    tiling,
+    watching,
+)
 
 _numbers = Path(error_sums.__file__), Path(watch_vector.__file__)
 _sources = [*sorted(Path(__file__).parent.glob("*.py")), *_numbers]
@@ -22,6 +33,15 @@ def quantize_tiles(
         x, data, scale8, scale32, geometry, spec, encode_scale, table, seed, place, scratch, first,
         last,
     )  # fmt: skip
+
+
+@_cached
+def quantize_best_tiles(
+    x, data, scale8, geometry, spec, factors, table, scales, scratch, first, last
+):
+    return scaling.quantize_best_tiles(
+        x, data, scale8, geometry, spec, factors, table, scales, scratch, first, last
+    )
 
 
 @_cached

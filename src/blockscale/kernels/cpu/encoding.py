@@ -37,14 +37,14 @@ from .intrinsics import amax16, amax32, as_bits, as_float, fill16, shl, shr
 from .packing import pack, pack_columns
 from .spec import Geometry
 
-_SMALL = (127 - 100) << 23  # 2^-100: far from the subnormals, and so are its products with elements
-_LARGE = (127 + 100) << 23
+SMALL = (127 - 100) << 23  # 2^-100: far from the subnormals, and so are its products with elements
+LARGE = (127 + 100) << 23
 _LARGE_STOCHASTIC = (127 + 64) << 23  # times a subnormal: below 2^-32 of any element's quantum
 _E4M3 = np.int64(3), np.int64(7), np.int64(0x7E)  # mantissa bits, bias, largest code
 
 
 @compiled
-def _pad(source, columns, n, out):
+def pad(source, columns, n, out):
     """Copy a strip, each row padded with zeros to ``n`` items."""
     x, start, stride, rows = source
     # a loop: numba takes two seconds to compile an assignment to a slice
@@ -66,7 +66,7 @@ def _column_amax(row, amax):
 
 
 @compiled
-def _block_amax(row, size, amax):
+def block_amax(row, size, amax):
     if size % 32:
         for b in range(amax.size):
             m = amax16(row, b * size)
@@ -89,14 +89,14 @@ def _amax(source, height, size, columns, amax):
     """
     x, start, stride, rows = source
     if height == 1:
-        _block_amax(x[start : start + columns.size], size, amax)
+        block_amax(x[start : start + columns.size], size, amax)
         return
     _zero(columns)
     for r in range(rows):
         at = start + r * stride
         _column_amax(x[at : at + columns.size], columns)
     if size > 1:
-        _block_amax(columns, size, amax)
+        block_amax(columns, size, amax)
     else:
         for c in range(columns.size):
             amax[c] = fp32(columns[c])
@@ -124,7 +124,7 @@ def _fp32_scales(amax, spec, code, reciprocal):
 
 
 @compiled
-def _ue4m3_scales(amax, encode_scale, table, code, reciprocal):
+def ue4m3_scales(amax, encode_scale, table, code, reciprocal):
     factor = as_float(np.int32(encode_scale))
     lowest, shift, top = np.int32((127 - 6) << 23), np.int32(20), np.int32(0x43E00000)  # of E4M3
     for b in range(amax.size):
@@ -134,7 +134,7 @@ def _ue4m3_scales(amax, encode_scale, table, code, reciprocal):
 
 
 @compiled
-def _mark_inexact(amax, small, reciprocal, largest, inexact):
+def mark_inexact(amax, small, reciprocal, largest, inexact):
     """Mark blocks that fp32 arithmetic may get wrong; the result tells whether there are any."""
     found = np.uint8(0)
     for b in range(amax.size):
@@ -154,13 +154,13 @@ def _scales(amax, spec, encode_scale, table, largest, code, reciprocal, inexact)
     elif spec.kind == NEAREST_FP32:
         _fp32_scales(amax, spec, code, reciprocal)
     else:
-        _ue4m3_scales(amax, encode_scale, table, code, reciprocal)
-    small = np.int32(_SMALL if encode_scale >= _SMALL else INF)
-    return _mark_inexact(amax, small, reciprocal, largest, inexact)
+        ue4m3_scales(amax, encode_scale, table, code, reciprocal)
+    small = np.int32(SMALL if encode_scale >= SMALL else INF)
+    return mark_inexact(amax, small, reciprocal, largest, inexact)
 
 
 @compiled
-def _spread(blocks, size, columns):
+def spread(blocks, size, columns):
     for b in range(columns.size // size):
         for i in range(b * size, b * size + size, 16):
             fill16(columns, i, blocks[b])
@@ -343,7 +343,7 @@ def quantize_tiles(
     index of the first one, and how far rows and matrices are apart, as in ``seed.Numbers``.
     """
     g = geometry
-    largest = np.int32(_LARGE_STOCHASTIC if scratch.noise.size else _LARGE)
+    largest = np.int32(_LARGE_STOCHASTIC if scratch.noise.size else LARGE)
     height, size, width = g.block_rows, g.block_columns, g.width
     groups, scale_columns = -(-g.strips // g.depth), -(-g.columns // size)
     for tile in range(first, last):
@@ -362,7 +362,7 @@ def quantize_tiles(
             start, stride = lead * g.lead_stride + top * g.row_stride + left, g.row_stride
             source = x, start, stride, rows
             if columns < n:
-                _pad(source, columns, n, scratch.padded)
+                pad(source, columns, n, scratch.padded)
                 source = scratch.padded, 0, n, rows
             to = (lead * g.data_rows + top) * g.data_columns + left
             target = data, to, g.data_columns, out_rows, out_columns
@@ -380,7 +380,7 @@ def quantize_tiles(
             factor = scratch.reciprocal
             if size > 1:
                 factor = scratch.spread
-                _spread(scratch.reciprocal, size, factor[:n])
+                spread(scratch.reciprocal, size, factor[:n])
             _encode(source, target, n, factor, spec, random)
             if found_inexact:
                 for b in range(blocks):

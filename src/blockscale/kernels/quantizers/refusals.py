@@ -44,6 +44,8 @@ def _why_not_scaling(request: Request) -> str:
         return ""
     if not request.fmt.has_global_scale:
         return f"{scaling}: is for nvfp4, not {request.format}"
+    if request.scaling == "search":
+        return f"{scaling}: is for weights that are kept, no GPU kernel tries so many scales"
     if request.scaling == "ms_eden":
         given = request.stochastic and request.hadamard >= 16
         return "" if given else f"{scaling}: needs a seed, and a hadamard of 16 to 128"
