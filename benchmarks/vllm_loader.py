@@ -48,7 +48,7 @@ An environment of its own, Python 3.11 (vLLM's wheel is 336 MB, and its requirem
     pip install -e .
     python benchmarks/vllm_loader.py       writes benchmarks/results/vllm_loader.json, two minutes
 
-vLLM asks for torch 2.14, of which no CPU build is at hand here: 2.13 it is.
+vLLM asks for torch 2.14; results are of 2.13, as the rest of the repository.
 """
 
 from __future__ import annotations
