@@ -369,3 +369,31 @@ def test_calibrated(source: Path, tmp_path: Path, blockscale: Cli):
     refused(ran, "calibrate: is for folders")
     ran = blockscale("quantize", source, tmp_path / "no", "--format=nvfp4", "--calibrate=none.txt")
     refused(ran, "calibrate: ", "none.txt")
+
+
+@pytest.mark.parametrize("scaling", ["four_over_six", "search"])
+@pytest.mark.parametrize("convention", ["modelopt", "compressed-tensors"])
+def test_other_scalings(scaling: str, convention: str, source: Path, tmp_path: Path):
+    lowest = []
+    for name in ("amax", scaling):
+        target = tmp_path / name
+        manifest = checkpoint.quantize_folder(source, target, "nvfp4", convention, scaling=name)
+        lowest.append(manifest["summary"]["lowest"][0])
+    assert lowest[1] > lowest[0] + 0.5
+    loaded = checkpoint.load_folder(tmp_path / scaling)
+    for name in QUANTIZED:
+        scale = loaded[name].global_scale
+        expected = bs.quantize(weights()[name], "nvfp4", global_scale=scale, scaling=scaling)
+        assert torch.equal(loaded[name], expected)
+        if "o_proj" in name and convention == "modelopt":
+            alone = bs.quantize(weights()[name], "nvfp4", scaling=scaling)
+            assert torch.equal(alone, loaded[name])
+    with pytest.raises(ValueError, match=r"target: .* was made with another scaling"):
+        checkpoint.quantize_folder(source, tmp_path / "amax", "nvfp4", convention, scaling=scaling)
+
+
+def test_scalings_that_cannot_be(source: Path, tmp_path: Path):
+    with pytest.raises(ValueError, match="scaling: 'search' is for nvfp4, not mxfp8"):
+        checkpoint.quantize_folder(source, tmp_path / "no", "mxfp8", scaling="search")
+    with pytest.raises(ValueError, match="scaling: got 'ms_eden'; choose one of 'amax'"):
+        checkpoint.quantize_folder(source, tmp_path / "no", "nvfp4", scaling="ms_eden")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..formats import Format
 from ..measure import amax
-from ..rounding import float32_bits, from_float32_bits, global_scale_from_amax
+from ..rounding import ROOM, float32_bits, from_float32_bits, global_scale_from_amax
 from .files import Files
 from .header import Stored, show
 
@@ -114,6 +114,7 @@ class GlobalScales:
         amax: reads that of a tensor; it is asked once, by whichever thread comes first.
         format: with global scales.
         power_of_two: round scales up to one.
+        room: leave some above the largest scale, as other scalings than by amax need it.
     """
 
     def __init__(
@@ -122,9 +123,10 @@ class GlobalScales:
         amax: Callable[[str], Tensor],
         format: Format,
         power_of_two: bool,
+        room: bool = False,
     ) -> None:
         self._groups, self._amax = groups, amax
-        self._format, self._power_of_two = format, power_of_two
+        self._format, self._power_of_two, self._room = format, power_of_two, room
         self._scales: dict[tuple[str, ...], Tensor] = {}
         self._locks = {group: Lock() for group in groups.values()}
 
@@ -134,6 +136,7 @@ class GlobalScales:
             if group not in self._scales:
                 largest = float32_bits(torch.stack([self._amax(each) for each in group]).amax())
                 scale = from_float32_bits(global_scale_from_amax(largest, self._format))
+                scale = scale * ROOM if self._room else scale
                 self._scales[group] = _rounded_up(scale) if self._power_of_two else scale
             return self._scales[group]
 

@@ -29,6 +29,9 @@ from .writer import locked
 
 __all__ = ["quantize_file", "quantize_folder"]
 
+#: Of :data:`blockscale.quantization.SCALINGS`, those without a transform.
+_SCALINGS = ("amax", "four_over_six", "search")
+
 
 @dataclass(frozen=True)
 class _Request:
@@ -39,6 +42,7 @@ class _Request:
     include: tuple[str, ...]
     exclude: tuple[str, ...]
     activations: Mapping[str, float] | str | None = None
+    scaling: str = "amax"
 
     @property
     def weight_only(self) -> bool:
@@ -66,6 +70,7 @@ class _Request:
         return {
             "format": self.format.name,
             "convention": self.convention.name,
+            "scaling": self.scaling,
             "include": list(self.include),
             "exclude": list(self.exclude),
             "activations": self.activations if self.weight_only else _digest(self.amax),
@@ -78,6 +83,7 @@ def _request(
     include: str | Sequence[str],
     exclude: str | Sequence[str],
     activations: Mapping[str, float] | str | None = None,
+    scaling: str = "amax",
 ) -> _Request:
     fmt, conv = get_format(format), choose("convention", convention, CONVENTIONS)
     if formats.get(fmt.name) != fmt:
@@ -103,7 +109,10 @@ def _request(
         )
     include = (include,) if isinstance(include, str) else tuple(include)
     exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude)
-    return _Request(fmt, conv, include, exclude, activations)
+    choose("scaling", scaling, dict.fromkeys(_SCALINGS))
+    if scaling != "amax" and not fmt.has_global_scale:
+        raise ValueError(f"scaling: {scaling!r} is for nvfp4, not {fmt.name}; leave it out")
+    return _Request(fmt, conv, include, exclude, activations, scaling)
 
 
 def _digest(amax: Mapping[str, float] | None) -> str | None:
@@ -121,6 +130,7 @@ def quantize_file(
     exclude: str | Sequence[str] = (),
     progress: Callable[[Progress], None] | None = None,
     convention: str = "blockscale",
+    scaling: str = "amax",
 ) -> dict[str, Any]:
     """Quantize the matrices of a safetensors file along their last dimension; copy all else.
 
@@ -144,6 +154,8 @@ def quantize_file(
         progress: called at each step, by one thread at a time.
         convention: whose names the parts of quantized tensors get, of
             :data:`~blockscale.checkpoint.CONVENTIONS`.
+        scaling: how blocks of NVFP4 get their scales, see :class:`blockscale.Quantization`:
+            "amax", "four_over_six", or "search", which loses least and takes ten times as long.
 
     Weights that servers fuse get one global scale (:data:`~blockscale.checkpoint.fused.FUSED`); the
     index of a checkpoint of several files, beside ``source``, says where those are.
@@ -157,7 +169,7 @@ def quantize_file(
             quantize, ``target`` is in the way, or another process writes it.
         OSError: no such file, no room, or the source changed while it was read.
     """
-    request = _request(format, convention, include, exclude)
+    request = _request(format, convention, include, exclude, scaling=scaling)
     target = Path(target)
     with Files(source, "source") as files:
         if files.is_folder:
@@ -182,6 +194,7 @@ def quantize_folder(
     exclude: str | Sequence[str] = (),
     progress: Callable[[Progress], None] | None = None,
     activations: Mapping[str, float] | str | None = None,
+    scaling: str = "amax",
 ) -> dict[str, Any]:
     """Quantize a folder as ``save_pretrained`` writes it, so that other programs read it.
 
@@ -205,6 +218,7 @@ def quantize_folder(
             one; layer -> largest magnitude of its input, as :func:`blockscale.calibrate` measures
             it: with the scale of that, and experts that no token reached with the largest of their
             block; "bfloat16": they stay in high precision.
+        scaling: as in :func:`quantize_file`.
 
     Returns:
         The manifest of the folder, ``blockscale.manifest.json`` in it.
@@ -214,7 +228,7 @@ def quantize_folder(
             quantized already, or whose index names what is not there.
         OSError: no such folder, no room, or the source changed while it was read.
     """
-    request = _request(format, convention, include, exclude, activations)
+    request = _request(format, convention, include, exclude, activations, scaling)
     with Files(source, "source") as files:
         if not files.is_folder:
             raise NotADirectoryError(
@@ -285,7 +299,9 @@ class _Plan:
                 has_input_scale=request.has_input_scale,
             )
             scale = self.input_scales[name.removesuffix(".weight")]
-            tasks.append(Quantize(name, tensor, descriptions[name], self.scales, scale))
+            tasks.append(
+                Quantize(name, tensor, descriptions[name], self.scales, scale, request.scaling)
+            )
         check_names((stored for task in tasks for stored in task.stored), "source")
         told = descriptions if request.convention.describes_itself else {}
         source = {"name": file, "size": header.file_size}
@@ -322,7 +338,11 @@ def _plan(files: Files, request: _Request) -> _Plan:
             files, reasons, lambda n, t: reason(n, t, format, include, exclude, known)
         )
         scales = GlobalScales(
-            groups, lambda name: stored_amax(files, name), format, request.storage.divides
+            groups,
+            lambda name: stored_amax(files, name),
+            format,
+            power_of_two=request.storage.divides,
+            room=request.scaling != "amax",
         )
     layers = [name.removesuffix(".weight") for name, why in reasons.items() if why is None]
     input_scales = InputScales(layers, request.amax, format)

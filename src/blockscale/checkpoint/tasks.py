@@ -126,11 +126,13 @@ class Quantize(Task):
     """Blocks along the last dimension.
 
     ``scales``: of formats that have global scales. ``input_scale``: a value that is stored, too.
+    ``scaling``: how blocks get their scales.
     """
 
     description: Description
     scales: GlobalScales | None
     input_scale: float
+    scaling: str
 
     @property
     def stored(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
@@ -139,6 +141,10 @@ class Quantize(Task):
     def run(self, source: Source, parts: Mapping[str, Part]) -> dict[str, Any]:
         format, storage = self.description.format, self.description.storage
         write = writer_of(self.description, self.name, parts)
+        how: dict[str, Any] = {
+            "scale_rounding": storage.scale_rounding,
+            "scaling": self.scaling,
+        }
         scalar, statistics = None, ErrorStatistics()
         record: dict[str, Any] = {"format": format.name}
         if self.scales is not None:
@@ -149,7 +155,7 @@ class Quantize(Task):
             write("input_scale", torch.tensor(self.input_scale, dtype=torch.float32))
         for start, shape in chunks(self.tensor.shape, format):
             x = source.elements(self.name, start, math.prod(shape)).view(shape)
-            q = quantize(x, format, global_scale=scalar, scale_rounding=storage.scale_rounding)
+            q = quantize(x, format, global_scale=scalar, **how)
             write("data", q.qdata)
             write("scale", q.scale)
             statistics.add(x, q)

@@ -32,6 +32,9 @@ def quantize(
     weight_only: Annotated[
         bool, typer.Option("--weight-only", help="of a folder: activations in high precision")
     ] = False,
+    scaling: Annotated[
+        str, typer.Option(help="of nvfp4: amax, four_over_six, or search, the best and slowest")
+    ] = "amax",
     calibrate: Annotated[
         Path | None,
         typer.Option(help="text: run the folder's model on it (transformers) for input scales"),
@@ -55,7 +58,7 @@ def quantize(
         if source.is_dir():
             activations = "bfloat16" if weight_only else calibrated(source, calibrate)
             manifest = quantize_folder(
-                source, target, format, convention, *chosen, tell, activations
+                source, target, format, convention, *chosen, tell, activations, scaling
             )
         elif weight_only or calibrate:
             raise ValueError(
@@ -64,7 +67,7 @@ def quantize(
             )
         else:
             manifest = quantize_file(
-                *(source, target, format, *chosen, tell), convention=convention
+                *(source, target, format, *chosen, tell), convention=convention, scaling=scaling
             )
     if json:
         typer.echo(json_module.dumps(manifest, indent=1))

@@ -82,8 +82,9 @@ def _add_blocks(squares, room, n):
 
 
 @compiled
-def _keep_better(is_first, size, code, scales, squares, trial, best_scale, best_error, codes):
+def _keep_better(is_first, code, scales, squares, trial, best_scale, best_error, codes):
     """Take over blocks that lose less than before; the first time, all."""
+    size = codes.size // code.size
     for b in range(code.size):
         value = as_float(scales[code[b]])
         error = np.float32(np.float32(squares[b] * value) * value)
@@ -128,8 +129,8 @@ def quantize_best_tiles(
             _try(row, scratch.spread, spec, scratch.trial[:n], scratch.squares)
             _add_blocks(scratch.squares, scratch.room, n)
             _keep_better(
-                k == 0, size, scratch.code[:blocks], scales, scratch.squares, scratch.trial,
-                scratch.best_scale, scratch.best_error, scratch.codes,
+                k == 0, scratch.code[:blocks], scales, scratch.squares, scratch.trial,
+                scratch.best_scale, scratch.best_error, scratch.codes[:n],
             )  # fmt: skip
         at = (lead * g.strips + strip) * scale_columns + left // size
         for b in range(blocks):
