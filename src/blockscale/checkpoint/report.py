@@ -260,8 +260,7 @@ def _measured(
     if not description.by_rows:
         return replace(tensor, error=None, note="not measured: its blocks do not run along rows")
     error = ErrorStatistics()
-    is_padded = description.is_padded(files.stored(description.names(name)["data"]))
-    for start, shape, q in pieces(name, description, is_padded, files.elements):
+    for start, shape, q in pieces(name, description, files.stored, files.elements):
         x = source.elements(name, start, math.prod(shape)).view(shape)
         error.add(x, q)
     return replace(tensor, error=error)

@@ -42,8 +42,8 @@ class _Quantized(Task):
         return tuple(names[part] for part in self._needs)
 
     def _values(self, source: Source) -> Iterator[ScaledTensor]:
-        is_padded = self.description.is_padded(self.tensor)
-        for _, _, q in pieces(self.name, self.description, is_padded, source.elements):
+        stored = self.parts.__getitem__
+        for _, _, q in pieces(self.name, self.description, stored, source.elements):
             yield q
 
 
@@ -168,8 +168,7 @@ def _without_input_scale(description: Description, without: bool) -> tuple[str, 
 
 def quantized_amax(files: Files, name: str, description: Description) -> Tensor:
     """The largest magnitude of a quantized tensor's values."""
-    data = description.names(name)["data"]
-    is_padded, largest = description.is_padded(files.stored(data)), torch.zeros(())
-    for _, _, q in pieces(name, description, is_padded, files.elements):
+    largest = torch.zeros(())
+    for _, _, q in pieces(name, description, files.stored, files.elements):
         largest = torch.maximum(largest, amax(q.dequantize(torch.float32)))
     return largest
