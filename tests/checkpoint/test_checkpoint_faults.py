@@ -72,3 +72,94 @@ def test_each_matrix_with_its_global_scale(tmp_path: Path):
     checkpoint.convert_folder(source, tmp_path / "mx", "blockscale", "mxfp8")
     out = checkpoint.load_folder(tmp_path / "mx")["experts.weight"]
     assert torch.equal(out, bs.quantize(q.dequantize(torch.float32), "mxfp8"))
+
+
+# --- places ---------------------------------------------------------------------------------------
+
+
+def test_what_others_made_is_not_swept(source: Path, tmp_path: Path, blockscale: Cli):
+    """``OUT.partial`` lost whatever was in it."""
+    arguments = ("quantize", source, tmp_path / "out", "--format=mxfp8")
+    work = tmp_path / "out.partial"
+    work.mkdir()
+    (work / "mine.txt").write_text("mine")
+    ran = blockscale(*arguments)
+    assert (ran.code, ran.err.count("\n")) == (2, 1)
+    assert "out.partial is in the way, and was not made here; move it away" in ran.err
+    assert (work / "mine.txt").read_text() == "mine"
+    (work / "mine.txt").unlink()
+    work.rmdir()
+    work.symlink_to(source)
+    assert "out.partial is the source" in blockscale(*arguments).err.replace(str(source), str(work))
+    work.unlink()
+    work.write_text("a file")
+    assert "is in the way, and was not made here" in blockscale(*arguments).err
+    work.unlink()
+    work.mkdir()  # as a run leaves it that finished nothing
+    assert blockscale(*arguments).code == 0
+
+
+def test_places_that_are_the_source(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    work = source.rename(tmp_path / "out.partial")
+    with pytest.raises(ValueError, match=r"target: .*out.partial is the source"):
+        checkpoint.quantize_folder(work, tmp_path / "out")
+    inside = folders.make(tmp_path / "other")
+    with pytest.raises(ValueError, match="target: the source lies in"):
+        checkpoint.quantize_folder(inside, inside.parent)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"target: \. has no name of its own"):
+        checkpoint.quantize_folder(inside, ".")
+
+
+# --- what servers fuse ----------------------------------------------------------------------------
+
+
+def modelopt(folder: Path, formats: dict[str, str]) -> Path:
+    """Layer 0 as ModelOpt writes it, each tensor with a scale of its own; others as they are."""
+    state = {}
+    for name, x in weights().items():
+        if name not in QUANTIZED:
+            state[name] = x
+            continue
+        q = bs.quantize(x, formats.get(name, "nvfp4"))
+        state[name] = q.qdata
+        state[f"{name}_scale"] = q.scale
+        if q.scale.dtype == torch.float8_e8m0fnu:
+            state[f"{name}_scale"] = q.scale.view(torch.uint8)
+            continue
+        state[f"{name}_scale_2"] = q.global_scale
+        state[name.replace(".weight", ".input_scale")] = torch.tensor(1.0)
+    quantization = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}
+    return folders.make(folder, state, quantization_config=quantization)
+
+
+def test_a_fused_group_of_two_formats(tmp_path: Path):
+    """It ended with an AssertionError."""
+    source = modelopt(tmp_path / "in", {Q: "mxfp8"})
+    with pytest.raises(ValueError, match=r"servers fuse .*k_proj.*v_proj.* scales differ"):
+        checkpoint.convert_folder(source, tmp_path / "out", "modelopt")
+    checkpoint.convert_folder(source, tmp_path / "out", "modelopt", repair=True)
+    out = checkpoint.load_folder(tmp_path / "out")
+    assert out[Q].format.name == "mxfp8"
+    assert out[K].global_scale == out[K.replace("k_proj", "v_proj")].global_scale
+
+
+def test_a_format_that_some_have_already(tmp_path: Path):
+    """Those that had it kept scales of their own, which were not looked at."""
+    source = modelopt(tmp_path / "in", {})
+    with pytest.raises(ValueError, match="whose global scales differ"):
+        checkpoint.convert_folder(source, tmp_path / "out", "modelopt", "nvfp4")
+    source = modelopt(tmp_path / "mixed", {Q: "mxfp8"})
+    checkpoint.convert_folder(source, tmp_path / "out", "modelopt", "nvfp4", repair=True)
+    out = checkpoint.load_folder(tmp_path / "out")
+    scales = {out[Q.replace("q_proj", f"{each}_proj")].global_scale.item() for each in "qkv"}
+    assert len(scales) == 1
+
+
+@pytest.mark.parametrize("scale", [0.0, float("inf"), float("nan"), -1.0])
+def test_what_is_no_scale(scale: float, source: Path, tmp_path: Path):
+    folder = tmp_path / "q"
+    checkpoint.quantize_folder(source, folder, "nvfp4", "compressed-tensors")
+    change(folder, lambda n, x: x.fill_(scale) if n.endswith("weight_global_scale") else x)
+    with pytest.raises(ValueError, match=r"weight_global_scale' is .*, which is no scale"):
+        checkpoint.convert_folder(folder, tmp_path / "out", "modelopt")

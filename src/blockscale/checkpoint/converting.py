@@ -195,10 +195,10 @@ class _Plan:
             )
 
     def _check_groups(self) -> None:
-        for name, description in self.found.items():
-            if not description.format.has_global_scale or self.format is not None:
+        for name in self.found:
+            if not self._keeps_scale(name):
                 continue
-            group = self._group(name)
+            group = tuple(each for each in self._group(name) if self._keeps_scale(each))
             scales = {each: self._global_scale(each) for each in group}
             largest = max(scales.values())
             if scales[name] == largest:
@@ -211,6 +211,12 @@ class _Plan:
                 )
             self.repaired[name] = torch.tensor(largest)
 
+    def _keeps_scale(self, name: str) -> bool:
+        """Whether it has a global scale, and all that is fused with it the format that it had."""
+        group = [self.found[each].format for each in self._group(name)]
+        kept = self.format is None or all(each == self.format for each in group)
+        return kept and self.found[name].format.has_global_scale
+
     def _group(self, name: str) -> tuple[str, ...]:
         """Those that servers fuse with it."""
         return tuple(each for each in fused_with(name) if each in self.found)
@@ -219,6 +225,12 @@ class _Plan:
         description = self.found[name]
         place = description.storage.places["global_scale"]
         value = self.files.holder(place.of(name)).tensor(place.of(name))
+        bad = value[~((value > 0) & value.isfinite())]
+        if bad.numel():
+            raise ValueError(
+                f"source: {show(place.of(name))} is {bad[0].item():g}, which is no scale; fetch or "
+                "quantize it again"
+            )
         if value.numel() != 1:
             raise ValueError(
                 f"source: {show(name)} has {value.numel()} global scales, one for each matrix; "
@@ -235,7 +247,8 @@ class _Plan:
         made = self.made(name)
         if name in self.repaired:
             return Requantize(name, data, description, parts, made, self.repaired, INPUT_SCALE)
-        if made.format == description.format:
+        has_scale = self.convention.fuses and made.format.has_global_scale
+        if made.format == description.format and (not has_scale or self._keeps_scale(name)):
             return Rewrite(name, data, description, parts, made, INPUT_SCALE)
         return Requantize(name, data, description, parts, made, self._scales, INPUT_SCALE)
 

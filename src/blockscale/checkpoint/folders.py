@@ -72,7 +72,7 @@ def make_folder(
         work = beside(target, ".partial")
         finished = os.path.lexists(target)
         if not finished:
-            work.mkdir(exist_ok=True)
+            _make_work(work)
         place = target if finished else work
         jobs = [each for name in files.names if (each := job(name, place / name)).tasks]
         texts = _texts(files, jobs, config, configuration)
@@ -100,12 +100,31 @@ def _check_place(files: Files, target: Path) -> None:
     """ValueError unless ``target`` can be made, or is a folder and not the source."""
     if target.is_file():
         raise ValueError(f"target: {target} is a file; choose another name")
+    if not target.name:
+        raise ValueError(f"target: {target} has no name of its own; name a folder to be made")
     if not target.parent.is_dir():
         raise FileNotFoundError(f"target: {target.parent} does not exist; make it first")
-    if target.resolve() == files.folder.resolve() or files.folder.resolve() in (
-        *target.resolve().parents,
-    ):
-        raise ValueError(f"target: {target} is the source, or lies in it; choose another place")
+    source = files.folder.resolve()
+    for place in (target.resolve(), beside(target, ".partial").resolve()):
+        if place == source or source in place.parents:
+            raise ValueError(f"target: {place} is the source, or lies in it; choose another place")
+        if place in source.parents:
+            raise ValueError(f"target: the source lies in {place}; choose another place")
+
+
+def _make_work(work: Path) -> None:
+    """The folder to work in. ValueError where something is there that was not made here: what is
+    half-written in it will be removed."""
+    if work.is_dir() and not work.is_symlink():
+        marks = ("*.safetensors.journal", "*.safetensors.manifest.json")
+        if not any(work.iterdir()) or any(any(work.glob(mark)) for mark in marks):
+            return
+    if os.path.lexists(work):
+        raise ValueError(
+            f"target: {work} is in the way, and was not made here; move it away, or choose another "
+            "name"
+        )
+    work.mkdir()
 
 
 def _check_finished(target: Path, jobs: list[Job], texts: Mapping[str, bytes]) -> None:
