@@ -163,3 +163,73 @@ def test_what_is_no_scale(scale: float, source: Path, tmp_path: Path):
     change(folder, lambda n, x: x.fill_(scale) if n.endswith("weight_global_scale") else x)
     with pytest.raises(ValueError, match=r"weight_global_scale' is .*, which is no scale"):
         checkpoint.convert_folder(folder, tmp_path / "out", "modelopt")
+
+
+# --- what a configuration says --------------------------------------------------------------------
+
+
+def test_older_folders_of_modelopt(source: Path, tmp_path: Path):
+    """hf_quant_config.json alone: codes were returned as if they were weights."""
+    folder = tmp_path / "q"
+    checkpoint.quantize_folder(source, folder, "nvfp4", "modelopt")
+    expected = checkpoint.load_folder(folder)
+    configure(folder, quantization_config=None)
+    assert torch.equal(checkpoint.load_folder(folder)[Q], expected[Q])
+    with pytest.raises(ValueError, match="is quantized already"):
+        checkpoint.quantize_folder(folder, tmp_path / "no")
+    checkpoint.convert_folder(folder, tmp_path / "out", "bf16")
+    assert torch.equal(checkpoint.load_folder(tmp_path / "out")[Q], expected[Q].dequantize())
+
+
+def test_own_folders_written_anew_by_others(source: Path, tmp_path: Path):
+    folder = tmp_path / "q"
+    checkpoint.quantize_folder(source, folder, "nvfp4")
+    change(folder, lambda name, x: x)  # without what headers say
+    with pytest.raises(ValueError, match="path: .*no header in it describes a tensor"):
+        checkpoint.load_folder(folder)
+
+
+def test_weights_of_a_changed_model(source: Path, tmp_path: Path):
+    """AWQ multiplies weights, and divides what they are multiplied with."""
+    folder = tmp_path / "q"
+    checkpoint.quantize_folder(source, folder, "nvfp4", "modelopt")
+    first = folder / FILES[0]
+    extra = {f"{LAYER}self_attn.q_proj.pre_quant_scale": torch.ones(128)}
+    save_file({**their_load(first), **extra}, first)
+    with pytest.raises(ValueError, match=r"pre_quant_scale' changes what its layer computes"):
+        checkpoint.load_folder(folder)
+    folder = tmp_path / "ct"
+    checkpoint.quantize_folder(source, folder, "nvfp4", "compressed-tensors")
+    said = json.loads((folder / "config.json").read_text())["quantization_config"]
+    configure(folder, quantization_config={**said, "transform_config": {}})
+    checkpoint.load_folder(folder)
+    transform = {"config_groups": {"R1": {"type": "hadamard"}}}
+    configure(folder, quantization_config={**said, "transform_config": transform})
+    with pytest.raises(ValueError, match="path: its config.json has a transform_config"):
+        checkpoint.load_folder(folder)
+
+
+def test_infinity_in_a_configuration(source: Path, tmp_path: Path):
+    """Of Mamba 2, as transformers wrote it."""
+    configure(source, time_step_limit=[0.0, float("inf")])
+    checkpoint.quantize_folder(source, tmp_path / "q", "nvfp4", "modelopt")
+    config = json.loads((tmp_path / "q" / "config.json").read_text())
+    assert config["time_step_limit"] == [0.0, float("inf")]
+
+
+def test_the_dtype_of_a_part(source: Path, tmp_path: Path):
+    configure(source, dtype=None, text_config={"dtype": "float16"})
+    checkpoint.quantize_folder(source, tmp_path / "q", "nvfp4", "modelopt")
+    assert checkpoint.load_folder(tmp_path / "q")[Q].dtype == torch.float16
+
+
+def test_nan_with_scales_of_exponents(tmp_path: Path):
+    """It said that NaN has no E8M0."""
+    state = weights()
+    state[Q][0, 0] = float("nan")
+    source = folders.make(tmp_path / "in", state, model_type="deepseek_v4")
+    checkpoint.quantize_folder(source, tmp_path / "q", "fp8_128x128", "deepseek-v4")
+    values = checkpoint.load_folder(tmp_path / "q")[Q].dequantize()
+    assert values.isnan().all()
+    checkpoint.convert_folder(tmp_path / "q", tmp_path / "ct", "compressed-tensors")
+    assert checkpoint.load_folder(tmp_path / "ct")[Q].dequantize().isnan().all()

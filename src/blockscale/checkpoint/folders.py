@@ -40,10 +40,20 @@ def layer_names(files: Files, tensors: Collection[str]) -> tuple[str, ...]:
 
 
 def read_config(files: Files, argument: str) -> dict[str, Any]:
-    """``config.json`` beside the files; empty where there is none. ValueError if damaged."""
-    path = files.folder / CONFIG
+    """``config.json`` beside the files; empty where there is none. ValueError if damaged.
+
+    What an older ModelOpt says of quantization is in a file of its own.
+    """
+    config = _read_object(files.folder / CONFIG, argument)
+    older = _read_object(files.folder / "hf_quant_config.json", argument).get("quantization")
+    if config.get("quantization_config") is None and isinstance(older, dict):
+        config["quantization_config"] = {"quant_method": "modelopt", **older}
+    return config
+
+
+def _read_object(path: Path, argument: str) -> dict[str, Any]:
     try:
-        content = parse_json(path.read_bytes())
+        content = parse_json(path.read_bytes(), constants=True)  # Mamba 2 has an Infinity
         if not isinstance(content, dict):
             raise ValueError("it is not an object")
     except FileNotFoundError:

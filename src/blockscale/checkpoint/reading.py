@@ -21,6 +21,8 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 _PARTS = re.compile(
     r"(^|[._])weight_(packed|scale|scale_inv|scale_2|global_scale|zero_point|shape)$"
 )
+#: Of what a weight was multiplied with, or its input is, which no format here undoes.
+_SMOOTHED = re.compile(r"(^|[._])(pre_quant_scale|svdquant_lora_[ab])$")
 _CODES = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "F6_E2M3", "F6_E3M2", "U8", "I8")
 
 
@@ -58,10 +60,18 @@ def descriptions_of(
         except ValueError as error:
             raise ValueError(f"{argument}: {files.folder / file}: {error}; save it again") from None
     convention = convention_of(config, argument)
-    if convention is None or convention.describes_itself:
+    if convention is None:
         return found
+    if convention.describes_itself:
+        if not found:
+            raise ValueError(
+                f"{argument}: {files.path} is quantized, as its config.json says, but no header in "
+                f"it describes a tensor, so another program wrote it anew; fetch it again"
+            )
+        return found
+    _check_not_transformed(files.tensors, config["quantization_config"], argument)
     claimed = {part for name, each in found.items() for part in each.names(name).values()}
-    dtype = _DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), torch.bfloat16)
+    dtype = _dtype(config)
     everywhere, storages = (
         _Everywhere(files),
         (*convention.storages.values(), *convention.also_read),
@@ -75,6 +85,32 @@ def descriptions_of(
                 claimed.update(description.names(name).values())
     _check_all_claimed(files.tensors, claimed, convention, argument)
     return found
+
+
+def _dtype(config: Mapping[str, Any]) -> torch.dtype:
+    """Of the model; a part of it may say so, where it sees or hears, too. Else bfloat16."""
+    for each in (config, config.get("text_config")):
+        if isinstance(each, dict) and (said := each.get("dtype") or each.get("torch_dtype")):
+            return _DTYPES.get(str(said), torch.bfloat16)
+    return torch.bfloat16
+
+
+def _check_not_transformed(
+    tensors: Mapping[str, Stored], quantization: Mapping[str, Any], argument: str
+) -> None:
+    """ValueError where the stored weights are those of a changed model."""
+    transform = quantization.get("transform_config")
+    if isinstance(transform, dict) and transform.get("config_groups"):
+        raise ValueError(
+            f"{argument}: its config.json has a transform_config: weights were rotated before they "
+            "were quantized, which blockscale does not undo; take a checkpoint without"
+        )
+    for name in tensors:
+        if _SMOOTHED.search(name):
+            raise ValueError(
+                f"{argument}: {show(name)} changes what its layer computes, which blockscale does "
+                "not undo (AWQ, SmoothQuant, SVDQuant); take a checkpoint without"
+            )
 
 
 class _Everywhere(Mapping[str, Stored]):
