@@ -105,19 +105,24 @@ def run_jobs(files: Files, jobs: Sequence[Job], tell: Tell) -> Iterator[dict[str
     with ThreadPoolExecutor(torch.get_num_threads(), "blockscale") as pool:
         try:
             for job in jobs:
-                made = _finished(files, job, counter)
-                open_.append(_Open(files, job, made, pool, counter, stop))
+                open_.append(_Open(files, job, _finished(files, job, counter), counter, stop))
+                open_[-1].start(pool)
                 if len(open_) > 1:
-                    yield open_[0].finish()
-                    open_.popleft()
+                    yield _finish_first(open_)
             while open_:
-                yield open_[0].finish()
-                open_.popleft()
+                yield _finish_first(open_)
         finally:  # of an error: the threads stop at their next piece
             stop.set()
             pool.shutdown(cancel_futures=True)
             for each in open_:
                 each.abandon()
+
+
+def _finish_first(open_: deque[_Open]) -> dict[str, Any]:
+    """It is closed then, whatever becomes of the one who is given the manifest."""
+    manifest = open_[0].finish()
+    open_.popleft()
+    return manifest
 
 
 class _Stopped(Exception):
@@ -141,14 +146,13 @@ class _Counter:
 
 
 class _Open:
-    """A file whose tasks were handed to threads."""
+    """A file in the making."""
 
     def __init__(
         self,
         files: Files,
         job: Job,
         made: dict[str, Any] | None,
-        pool: ThreadPoolExecutor,
         counter: _Counter,
         stop: threading.Event,
     ) -> None:
@@ -165,9 +169,12 @@ class _Open:
             job.identity,
             lambda name, record: _is_current(files, tasks.get(name), record),
         )
-        for task in job.tasks:
+
+    def start(self, pool: ThreadPoolExecutor) -> None:
+        """Hand its tasks to threads."""
+        for task in self._job.tasks if self._made is None else ():
             if task.name in self._out.records:
-                counter.add(_bytes(files, task), task.name, self._out.note, 1)
+                self._counter.add(_bytes(self._files, task), task.name, self._out.note, 1)
             else:
                 self._futures.append(pool.submit(self._run, task))
 
