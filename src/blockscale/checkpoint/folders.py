@@ -17,6 +17,7 @@ from .files import Files
 from .header import Header, parse_json
 from .jobs import Job, Progress, run_jobs
 from .manifest import manifest_path
+from .storage import check_names
 from .summary import Summary
 from .writer import beside, locked, replacing, sync_directory
 
@@ -29,13 +30,15 @@ MANIFEST = "blockscale.manifest.json"
 
 
 def layer_names(files: Files, tensors: Collection[str]) -> tuple[str, ...]:
-    """Layers of these matrices, but those of tables and norms, and the output head by its usual
-    name: it may have no tensor of its own."""
-    found = [
-        name.removesuffix(".weight")
-        for name in files.tensors
-        if name in tensors and name.endswith(".weight") and len(files.tensors[name].shape) > 1
-    ]
+    """Layers of these matrices, modules of these stacks of experts, and the output head by its
+    usual name: it may have no tensor of its own."""
+    found = []
+    for name, tensor in files.tensors.items():
+        layer, _, part = name.rpartition(".")
+        is_matrix = layer and part == "weight" and len(tensor.shape) > 1
+        is_stack = layer.endswith("experts") and len(tensor.shape) > 2
+        if name in tensors and (is_matrix or is_stack):
+            found.append(layer)
     return tuple(dict.fromkeys(["lm_head", *found]))
 
 
@@ -81,12 +84,13 @@ def make_folder(
     with locked(target):
         work = beside(target, ".partial")
         finished = os.path.lexists(target)
-        if not finished:
-            _make_work(work)
         place = target if finished else work
         jobs = [each for name in files.names if (each := job(name, place / name)).tasks]
+        check_names((stored for each in jobs for stored in each.header.tensors), "source")
         texts = _texts(files, jobs, config, configuration)
-        if finished:
+        if not finished:
+            _make_work(work)
+        else:
             _check_finished(target, jobs, texts)
         summary, made = Summary(), []
         for file in run_jobs(files, jobs, tell):
