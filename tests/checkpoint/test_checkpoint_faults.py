@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -185,7 +186,7 @@ def test_own_folders_written_anew_by_others(source: Path, tmp_path: Path):
     folder = tmp_path / "q"
     checkpoint.quantize_folder(source, folder, "nvfp4")
     change(folder, lambda name, x: x)  # without what headers say
-    with pytest.raises(ValueError, match="path: .*no header in it describes a tensor"):
+    with pytest.raises(ValueError, match=r"path: .*no header in it describes a tensor"):
         checkpoint.load_folder(folder)
 
 
@@ -205,7 +206,7 @@ def test_weights_of_a_changed_model(source: Path, tmp_path: Path):
     checkpoint.load_folder(folder)
     transform = {"config_groups": {"R1": {"type": "hadamard"}}}
     configure(folder, quantization_config={**said, "transform_config": transform})
-    with pytest.raises(ValueError, match="path: its config.json has a transform_config"):
+    with pytest.raises(ValueError, match=r"path: its config.json has a transform_config"):
         checkpoint.load_folder(folder)
 
 
@@ -233,3 +234,162 @@ def test_nan_with_scales_of_exponents(tmp_path: Path):
     assert values.isnan().all()
     checkpoint.convert_folder(tmp_path / "q", tmp_path / "ct", "compressed-tensors")
     assert checkpoint.load_folder(tmp_path / "ct")[Q].dequantize().isnan().all()
+
+
+# --- conventions ----------------------------------------------------------------------------------
+
+
+def test_a_divisor_stays_what_it_is(source: Path, tmp_path: Path):
+    """Two reciprocals moved it, and nothing said so."""
+    folder = tmp_path / "q"
+    checkpoint.quantize_folder(source, folder, "nvfp4", "compressed-tensors")
+    scale = 2 - 2**-23  # 1 / scale is 0.5 + 2^-24 and less
+    for odd in (scale, 2 - 2**-22, 1 + 2**-23):
+        change(folder, lambda n, x, odd=odd: x.fill_(odd) if "weight_global" in n else x)
+        out = tmp_path / f"out{odd}"
+        manifest = checkpoint.convert_folder(folder, out, "compressed-tensors")
+        assert manifest["summary"]["rounded_reciprocals"] == 0
+        for name, x in stored(folder).items():
+            assert torch.equal(stored(out)[name], x), name
+    # in a repaired group all have the same
+    k = K.replace(".weight", ".weight_global_scale")
+    change(folder, lambda n, x: x.fill_(3) if n == k else x)
+    checkpoint.convert_folder(folder, tmp_path / "fused", "compressed-tensors", repair=True)
+    names = [Q.replace("q_proj.weight", f"{each}_proj.weight_global_scale") for each in "qkv"]
+    assert len({stored(tmp_path / "fused")[name].item() for name in names}) == 1
+
+
+def test_experts_of_deepseek_v4(tmp_path: Path):
+    """Their readers go by ``expert_dtype``, which said "fp4" of fp8, too."""
+    source = folders.make(tmp_path / "in", model_type="deepseek_v4")
+    checkpoint.quantize_folder(source, tmp_path / "a", "fp8_128x128", "deepseek-v4")
+    assert json.loads((tmp_path / "a" / "config.json").read_text())["expert_dtype"] == "fp8"
+    with pytest.raises(ValueError, match=r"has mxfp4 for experts alone, and .*_proj' is none"):
+        checkpoint.quantize_folder(source, tmp_path / "b", "mxfp4", "deepseek-v4")
+    checkpoint.quantize_folder(source, tmp_path / "b", "mxfp4", "deepseek-v4", "*.experts.*")
+    assert json.loads((tmp_path / "b" / "config.json").read_text())["expert_dtype"] == "fp4"
+    # scales that are no powers of two
+    checkpoint.quantize_folder(source, tmp_path / "c", "fp8_128x128")
+    with pytest.raises(ValueError, match=r"to: scale of 'model\S+' cannot be F8_E8M0 .*; give"):
+        checkpoint.convert_folder(tmp_path / "c", tmp_path / "d", "deepseek-v4")
+    checkpoint.convert_folder(tmp_path / "c", tmp_path / "d", "deepseek-v4", "fp8_128x128")
+    was, now = (checkpoint.load_folder(tmp_path / each)[Q] for each in "cd")
+    x = was.dequantize(torch.float32)
+    assert torch.equal(now.scale, bs.quantize(x, "fp8_128x128", scale_rounding="rceil").scale)
+
+
+def test_rows_that_are_no_multiple_of_the_block(tmp_path: Path):
+    q = bs.quantize(torch.randn(64, 200), "fp8_128x128", pad=True)
+    state = {"a.q_b.weight": q.qdata[:, :200].contiguous(), "a.q_b.weight_scale_inv": q.scale}
+    source = folders.make(tmp_path / "in", state, quantization_config={"quant_method": "fp8"})
+    with pytest.raises(ValueError, match=r"format: rows of 'a.q_b.weight' have 200 values"):
+        checkpoint.convert_folder(source, tmp_path / "out", "modelopt", "mxfp8")
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_activations_that_become_quantized(source: Path, tmp_path: Path, blockscale: Cli):
+    folder = tmp_path / "q"
+    checkpoint.quantize_folder(
+        source, folder, "mxfp8", "compressed-tensors", activations="bfloat16"
+    )
+    ran = blockscale("convert-checkpoint", folder, tmp_path / "out", "--to", "modelopt")
+    assert ran.code == 0
+    assert "warning: activations are in high precision in the source; NVIDIA ModelOpt" in ran.out
+    out = checkpoint.convert_folder(folder, tmp_path / "ct", "compressed-tensors")
+    assert "warnings" not in out
+
+
+# --- what is asked for ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "value", [float("inf"), float("nan"), -1.0, 1e39, "4", torch.tensor(float("inf"))]
+)
+def test_activations_that_are_no_magnitudes(value: object, source: Path, tmp_path: Path):
+    """NaN became a scale like any other."""
+    with pytest.raises(ValueError, match=r"activations: 'a' has .*; expected the largest magnit"):
+        checkpoint.quantize_folder(
+            source, tmp_path / "out", "nvfp4", "modelopt", activations={"a": value}
+        )
+
+
+def test_activations_of_other_layers(source: Path, tmp_path: Path):
+    layer = Q.removesuffix(".weight")
+    for amax in ({}, {f"model.{layer}": 1.0}):
+        with pytest.raises(ValueError, match=r"activations: of the 7 layers .* they have none"):
+            checkpoint.quantize_folder(
+                source, tmp_path / "out", "nvfp4", "modelopt", activations=amax
+            )
+    amax = {layer: torch.tensor(2688.0 / 4)}
+    checkpoint.quantize_folder(source, tmp_path / "out", "nvfp4", "modelopt", activations=amax)
+    assert stored(tmp_path / "out")[f"{layer}.input_scale"] == 0.25
+
+
+def test_a_file_of_the_folder_is_quantized_already(source: Path, tmp_path: Path):
+    checkpoint.quantize_file(source / FILES[0], tmp_path / "x.safetensors", "mxfp8")
+    (tmp_path / "x.safetensors").replace(source / FILES[0])
+    index = {n: f for f in FILES for n in their_load(source / f)}
+    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    with pytest.raises(ValueError, match="is quantized already, as the header of its file says"):
+        checkpoint.quantize_folder(source, tmp_path / "out", "nvfp4", "modelopt")
+    checkpoint.quantize_folder(source, tmp_path / "out", "nvfp4")
+    formats = {checkpoint.load_folder(tmp_path / "out")[n].format.name for n in QUANTIZED}
+    assert formats == {"mxfp8", "nvfp4"}
+
+
+@pytest.mark.parametrize("name", [Q, K])
+def test_a_part_of_that_name_in_another_file(name: str, tmp_path: Path):
+    """The folder that was made could not be read."""
+    source = folders.make(tmp_path / "in", {**weights(), f"{name}_scale": torch.ones(4)})
+    with pytest.raises(ValueError, match=r"source: two tensors would be stored as .*weight_scale"):
+        checkpoint.quantize_folder(source, tmp_path / "out")
+
+
+def test_stacks_that_are_left_alone(tmp_path: Path):
+    """A server that is not told takes them for quantized."""
+    stack = f"{LAYER}mlp.other.experts"
+    source = folders.make(
+        tmp_path / "in", {**weights(), f"{stack}.gate_up_proj": torch.randn(2, 64, 64)}
+    )
+    checkpoint.quantize_folder(source, tmp_path / "out", "nvfp4", "modelopt")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert stack in config["quantization_config"]["ignore"]
+
+
+# --- errors on the way ----------------------------------------------------------------------------
+
+
+def test_whoever_is_given_a_manifest_fails(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Files were closed twice: the numbers may be those of others by then."""
+
+    def fail(self: object, manifest: object) -> None:
+        raise KeyError("manifest")
+
+    from blockscale.checkpoint.summary import Summary
+
+    monkeypatch.setattr(Summary, "add", fail)
+    before = set(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else set()
+    with pytest.raises(KeyError, match="manifest"):
+        checkpoint.quantize_folder(source, tmp_path / "out", "nvfp4", "modelopt")
+    monkeypatch.undo()
+    if before:
+        assert len(os.listdir("/proc/self/fd")) <= len(before)
+    checkpoint.quantize_folder(source, tmp_path / "out", "nvfp4", "modelopt")
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts open files there")
+def test_nothing_stays_open_where_progress_fails(source: Path, tmp_path: Path):
+    class Stop(Exception):
+        pass
+
+    def stop(event: checkpoint.Progress) -> None:
+        if event.note or event.tensors == 2:  # of the second run: on the way to the threads
+            raise Stop
+
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(2):
+        with pytest.raises(Stop):
+            checkpoint.quantize_folder(source, tmp_path / "out", "nvfp4", progress=stop)
+        assert len(os.listdir("/proc/self/fd")) == before

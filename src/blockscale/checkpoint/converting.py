@@ -125,7 +125,8 @@ class _Plan:
     @property
     def about(self) -> dict[str, Any]:
         """For the manifest."""
-        return {**self.options, **({"input_scale": INPUT_SCALE} if self._lacking else {})}
+        scale = {"input_scale": INPUT_SCALE} if self._lacking else {}
+        return {**self.options, **scale, **({"warnings": self.warnings} if self.warnings else {})}
 
     @property
     def _lacking(self) -> list[str]:
@@ -153,10 +154,32 @@ class _Plan:
         for name in self.found:
             made = layers.setdefault(self.made(name).format.name, [])
             made.append(name.removesuffix(".weight"))
-        parts = {p for name, each in self.found.items() for p in each.names(name).values()}
-        left_alone = layer_names(self.files, self.files.tensors.keys() - parts)
+        left_alone = layer_names(self.files, self.files.tensors.keys() - self._parts)
         formats = {format: tuple(names) for format, names in layers.items()}
         return Scheme(formats, left_alone, self.weight_only)
+
+    @cached_property
+    def _owners(self) -> dict[str, str]:
+        """Stored name of data -> whose it is."""
+        return {each.names(name)["data"]: name for name, each in self.found.items()}
+
+    @cached_property
+    def _parts(self) -> set[str]:
+        """Stored names of all that belongs to a quantized tensor."""
+        return {p for name, each in self.found.items() for p in each.names(name).values()}
+
+    @cached_property
+    def warnings(self) -> list[str]:
+        """What is another model then, without a number that changed."""
+        if not self.weight_only or self.convention is None or self.convention.describes_itself:
+            return []
+        formats = dict.fromkeys(self.made(name).format.name for name in self.found)
+        lost = [each for each in formats if each not in self.convention.weight_only]
+        return [
+            f"activations are in high precision in the source; {self.convention.title} has no "
+            f"{each} of weights alone, and servers will quantize them"
+            for each in lost
+        ]
 
     def check(self) -> None:
         """ValueError for what cannot be converted so."""
@@ -181,9 +204,18 @@ class _Plan:
                     f"{', '.join(self.convention.storages)}: choose one by format, which rounds a "
                     "second time, or another convention"
                 )
+            self._check_blocks(name, description)
         if self.convention is not None and self.convention.fuses:
             self._check_input_scales()
             self._check_groups()
+
+    def _check_blocks(self, name: str, description: Description) -> None:
+        format, k = self.format or description.format, description.shape[-1]
+        if format != description.format and k % format.block_size:
+            raise ValueError(
+                f"format: rows of {show(name)} have {k} values, no multiple of {format.name}'s "
+                f"block of {format.block_size}; choose another format, or convert to 'bf16'"
+            )
 
     def _check_input_scales(self) -> None:
         missing = self._lacking
@@ -247,10 +279,22 @@ class _Plan:
         made = self.made(name)
         if name in self.repaired:
             return Requantize(name, data, description, parts, made, self.repaired, INPUT_SCALE)
-        has_scale = self.convention.fuses and made.format.has_global_scale
-        if made.format == description.format and (not has_scale or self._keeps_scale(name)):
-            return Rewrite(name, data, description, parts, made, INPUT_SCALE)
+        if self._keeps_codes(name, made):
+            by_reciprocal = any(each in self.repaired for each in self._group(name))
+            return Rewrite(name, data, description, parts, made, INPUT_SCALE, by_reciprocal)
         return Requantize(name, data, description, parts, made, self._scales, INPUT_SCALE)
+
+    def _keeps_codes(self, name: str, made: Description) -> bool:
+        """Whether nothing asks for other ones."""
+        assert self.convention is not None
+        description = self.found[name]
+        if made.format != description.format:
+            return False
+        rounding = made.storage.scale_rounding  # of scales that hold not all values
+        if self.format is not None and rounding not in (None, description.storage.scale_rounding):
+            return False
+        has_scale = self.convention.fuses and made.format.has_global_scale
+        return not has_scale or self._keeps_scale(name)
 
     @cached_property
     def _scales(self) -> GlobalScales | None:
@@ -267,9 +311,7 @@ class _Plan:
 
     def job(self, file: str, target: Path) -> Job:
         """What is made of one file: tensors that have their data there."""
-        header = self.files.file(file).header
-        owners = {each.names(name)["data"]: name for name, each in self.found.items()}
-        parts = {p for name, each in self.found.items() for p in each.names(name).values()}
+        header, owners, parts = self.files.file(file).header, self._owners, self._parts
         tasks: list[Task] = []
         made: dict[str, Description] = {}
         for stored, tensor in header.tensors.items():
