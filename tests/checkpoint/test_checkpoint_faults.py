@@ -393,3 +393,48 @@ def test_nothing_stays_open_where_progress_fails(source: Path, tmp_path: Path):
         with pytest.raises(Stop):
             checkpoint.quantize_folder(source, tmp_path / "out", "nvfp4", progress=stop)
         assert len(os.listdir("/proc/self/fd")) == before
+
+
+# --- more of what files say -----------------------------------------------------------------------
+
+
+def test_a_tokenizer_that_changed(source: Path, tmp_path: Path):
+    """It was said to be finished, with the former one."""
+    checkpoint.quantize_folder(source, tmp_path / "out")
+    (source / "tokenizer.json").write_text('{"a": 1}')
+    with pytest.raises(ValueError, match=r"tokenizer.json in it is not what this command makes"):
+        checkpoint.quantize_folder(source, tmp_path / "out")
+
+
+def test_an_index_of_nothing(source: Path):
+    (source / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+    with pytest.raises(ValueError, match="has no weight_map"):
+        checkpoint.load_folder(source)
+
+
+def test_a_file_with_parts_of_tensors_elsewhere(source: Path, tmp_path: Path):
+    folder = tmp_path / "q"
+    checkpoint.quantize_folder(source, folder, "nvfp4", "modelopt")
+    whole = stored(folder)
+    places = {name: FILES["scale" in name] for name in whole}
+    for file in FILES:
+        save_file({n: x for n, x in whole.items() if places[n] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    assert isinstance(checkpoint.load_file(folder / FILES[0])[Q], bs.ScaledTensor)
+    assert f"{Q}_scale" in checkpoint.load_file(folder / FILES[1])
+    (folder / "model.safetensors.index.json").unlink()
+    with pytest.raises(ValueError, match="parts are missing"):
+        checkpoint.load_file(folder / FILES[1])
+
+
+@pytest.mark.parametrize("size", [[96, 128], [128, 96]])
+def test_blocks_that_make_as_many_scales(size: list[int], tmp_path: Path):
+    """Of 192 values both 96 and 128 make two."""
+    q = bs.quantize(torch.randn(192, 192), "fp8_128x128", pad=True)
+    state = {"a.q.weight": q.qdata[:, :192].contiguous(), "a.q.weight_scale_inv": q.scale}
+    said = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    source = folders.make(tmp_path / "in", state, quantization_config=said)
+    assert checkpoint.load_folder(source)["a.q.weight"].shape == (192, 192)
+    configure(source, quantization_config={**said, "weight_block_size": size})
+    with pytest.raises(ValueError, match=r"path: 'a.q.weight' has blocks of \d+x\d+, as its conf"):
+        checkpoint.load_folder(source)

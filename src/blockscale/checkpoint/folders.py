@@ -6,6 +6,7 @@ killed run left finished: the same command goes on.
 
 from __future__ import annotations
 
+import filecmp
 import json
 import os
 import shutil
@@ -91,7 +92,7 @@ def make_folder(
         if not finished:
             _make_work(work)
         else:
-            _check_finished(target, jobs, texts)
+            _check_finished(target, jobs, texts, _to_copy(others, texts))
         summary, made = Summary(), []
         for file in run_jobs(files, jobs, tell):
             summary.add(file)
@@ -141,13 +142,20 @@ def _make_work(work: Path) -> None:
     work.mkdir()
 
 
-def _check_finished(target: Path, jobs: list[Job], texts: Mapping[str, bytes]) -> None:
+def _check_finished(
+    target: Path, jobs: list[Job], texts: Mapping[str, bytes], copied: Mapping[str, Path]
+) -> None:
     def has(name: str, content: bytes | None = None) -> bool:
         path = target / name
         return path.is_file() and (content is None or path.read_bytes() == content)
 
     wrong = [job.target.name for job in jobs if not has(job.target.name)]
     wrong += [name for name, content in texts.items() if not has(name, content)]
+    wrong += [
+        name
+        for name, path in copied.items()
+        if not (has(name) and filecmp.cmp(path, target / name, shallow=False))
+    ]
     wrong += [MANIFEST] * (not has(MANIFEST))
     if wrong:
         raise ValueError(
