@@ -438,3 +438,26 @@ def test_blocks_that_make_as_many_scales(size: list[int], tmp_path: Path):
     configure(source, quantization_config={**said, "weight_block_size": size})
     with pytest.raises(ValueError, match=r"path: 'a.q.weight' has blocks of \d+x\d+, as its conf"):
         checkpoint.load_folder(source)
+
+
+@pytest.mark.parametrize("convention", ["modelopt", "compressed-tensors"])
+def test_scalars_of_one_or_of_no_dimension(convention: str, source: Path, tmp_path: Path):
+    folder = tmp_path / "q"
+    checkpoint.quantize_folder(source, folder, "nvfp4", convention)
+    expected = stored(folder)
+    scalars = {n for n, x in expected.items() if x.numel() == 1}
+    change(folder, lambda n, x: x.reshape((1,) * (1 - x.ndim)) if n in scalars else x)
+    assert isinstance(checkpoint.load_folder(folder)[Q], bs.ScaledTensor)
+    other = ({"modelopt", "compressed-tensors"} - {convention}).pop()
+    checkpoint.convert_folder(folder, tmp_path / "other", other)
+    assert isinstance(checkpoint.load_folder(tmp_path / "other")[Q], bs.ScaledTensor)
+
+
+def test_a_cache_that_was_quantized(source: Path, tmp_path: Path):
+    folder = tmp_path / "q"
+    checkpoint.quantize_folder(source, folder, "nvfp4", "modelopt")
+    said = json.loads((folder / "config.json").read_text())["quantization_config"]
+    cache = {"dynamic": False, "num_bits": 8, "type": "float"}
+    configure(folder, quantization_config={**said, "kv_cache_scheme": cache})
+    manifest = checkpoint.convert_folder(folder, tmp_path / "out", "compressed-tensors")
+    assert "the source has its KV cache quantized" in manifest["warnings"][0]

@@ -31,6 +31,8 @@ __all__ = ["HIGH_PRECISION", "convert_folder"]
 
 #: What ``to`` is for weights that are not quantized.
 HIGH_PRECISION = "bf16"
+#: Keys of a configuration that say how keys and values are quantized.
+_CACHE = ("kv_cache_scheme", "kv_cache_quant_algo")
 
 
 def convert_folder(
@@ -88,6 +90,7 @@ def convert_folder(
         plan = _Plan(
             *(files, found, convention, fmt, repair),
             weight_only=before is not None and before.is_weight_only(quantization),
+            has_cache=any(quantization.get(key) for key in _CACHE),
         )
         plan.check()
         return make_folder(
@@ -110,6 +113,7 @@ class _Plan:
     format: Format | None
     repair: bool
     weight_only: bool
+    has_cache: bool  # whether that of keys and values is quantized, too
     # of members of fused groups that get another one: their group's largest
     repaired: dict[str, Tensor] = field(default_factory=dict)
 
@@ -171,11 +175,17 @@ class _Plan:
     @cached_property
     def warnings(self) -> list[str]:
         """What is another model then, without a number that changed."""
+        cache = []
+        if self.has_cache:
+            cache.append(
+                "the source has its KV cache quantized, which its configuration says no more: "
+                "servers keep that in high precision"
+            )
         if not self.weight_only or self.convention is None or self.convention.describes_itself:
-            return []
+            return cache
         formats = dict.fromkeys(self.made(name).format.name for name in self.found)
         lost = [each for each in formats if each not in self.convention.weight_only]
-        return [
+        return cache + [
             f"activations are in high precision in the source; {self.convention.title} has no "
             f"{each} of weights alone, and servers will quantize them"
             for each in lost

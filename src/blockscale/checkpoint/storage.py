@@ -252,7 +252,9 @@ class Description:
                 continue
             place, found = self.storage.places[part], tensors[names[part]]
             shapes = {place.shapes.stored(shape)}
-            if part == "global_scale":
+            if part == "input_scale":
+                shapes |= {(), (1,)}
+            elif part == "global_scale":
                 shapes |= {(), (1,), self.shape[:-2]}
             elif part == "data" and not groups:  # others do not pad
                 shapes.add(place.shapes.stored(unpadded(self.format, self.shape, self.axis)))
