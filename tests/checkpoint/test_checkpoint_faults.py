@@ -461,3 +461,28 @@ def test_a_cache_that_was_quantized(source: Path, tmp_path: Path):
     configure(folder, quantization_config={**said, "kv_cache_scheme": cache})
     manifest = checkpoint.convert_folder(folder, tmp_path / "out", "compressed-tensors")
     assert "the source has its KV cache quantized" in manifest["warnings"][0]
+
+
+def test_a_file_that_another_run_finished(source: Path, tmp_path: Path):
+    """With other options a run ended at a file in ``OUT.partial``; others start anew."""
+
+    class Stop(Exception):
+        pass
+
+    def stop(event: checkpoint.Progress) -> None:
+        if event.tensors == 7:
+            raise Stop
+
+    with pytest.raises(Stop):
+        checkpoint.quantize_folder(source, tmp_path / "out", "nvfp4", progress=stop)
+    assert (tmp_path / "out.partial" / FILES[0]).exists()
+    notes: set[str] = set()
+    checkpoint.quantize_folder(
+        source, tmp_path / "out", "mxfp8", progress=lambda event: notes.add(event.note)
+    )
+    assert f"started anew: {FILES[0]} was made with another format" in notes
+    checkpoint.quantize_folder(source, tmp_path / "whole", "mxfp8")
+    for path in (tmp_path / "whole").iterdir():
+        if path.is_file():
+            assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
+    assert len(list((tmp_path / "out").iterdir())) == len(list((tmp_path / "whole").iterdir()))

@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,7 @@ def make_folder(
         finished = os.path.lexists(target)
         place = target if finished else work
         jobs = [each for name in files.names if (each := job(name, place / name)).tasks]
+        jobs = [replace(each, replaces=not finished) for each in jobs]
         check_names((stored for each in jobs for stored in each.header.tensors), "source")
         texts = _texts(files, jobs, config, configuration)
         if not finished:

@@ -58,6 +58,7 @@ class Job:
         metadata: of its header.
         options: what was asked for. An unfinished file made with others is not gone on with.
         about: more for the manifest.
+        replaces: what is under the name of the target, but from another job, is made anew.
     """
 
     target: Path
@@ -65,6 +66,7 @@ class Job:
     metadata: Mapping[str, str]
     options: Mapping[str, Any]
     about: Mapping[str, Any] = field(default_factory=dict)
+    replaces: bool = False
 
     @cached_property
     def _built(self) -> tuple[bytes, Header]:
@@ -105,7 +107,7 @@ def run_jobs(files: Files, jobs: Sequence[Job], tell: Tell) -> Iterator[dict[str
     with ThreadPoolExecutor(torch.get_num_threads(), "blockscale") as pool:
         try:
             for job in jobs:
-                open_.append(_Open(files, job, _finished(files, job, counter), counter, stop))
+                open_.append(_Open(files, job, _earlier(files, job, counter), counter, stop))
                 open_[-1].start(pool)
                 if len(open_) > 1:
                     yield _finish_first(open_)
@@ -246,6 +248,19 @@ def _is_current(files: Files, task: Task | None, record: Mapping[str, Any]) -> b
         return False
     same = all(files.holder(n).checksum(n) == made for n, made in record["source"].items())
     return same and task.is_current(record)
+
+
+def _earlier(files: Files, job: Job, counter: _Counter) -> dict[str, Any] | None:
+    """The manifest of a target that is finished; None where it is to be made."""
+    try:
+        return _finished(files, job, counter)
+    except ValueError as error:
+        if not job.replaces:
+            raise
+        why = str(error).partition(" exists and ")[2].partition(";")[0]
+        counter.add(0, note=f"started anew: {job.target.name} {why}")
+        job.target.unlink()
+        return None
 
 
 def _finished(files: Files, job: Job, counter: _Counter) -> dict[str, Any] | None:
