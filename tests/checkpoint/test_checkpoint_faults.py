@@ -486,3 +486,9 @@ def test_a_file_that_another_run_finished(source: Path, tmp_path: Path):
         if path.is_file():
             assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
     assert len(list((tmp_path / "out").iterdir())) == len(list((tmp_path / "whole").iterdir()))
+
+
+@pytest.mark.parametrize("convention", ["modelopt", "compressed-tensors"])
+def test_no_groups_say_nothing_of_activations(convention: str):
+    said = {"quant_method": convention, "quant_algo": "NVFP4", "config_groups": {}}
+    assert not checkpoint.CONVENTIONS[convention].is_weight_only(said)
