@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import UserDict
+
 import pytest
 import torch
 from torch import nn
@@ -22,6 +24,21 @@ def test_layers():
         bs.calibrate(model, [])
     with pytest.raises(ValueError, match="batches: no linear layer saw a batch"):
         bs.calibrate(nn.ReLU(), batches)
+
+
+def test_what_a_tokenizer_returns():
+    """A mapping, and no dict."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x)
+
+    x = torch.randn(3, 8)
+    assert bs.calibrate(Model(), [UserDict(x=x)]) == {"layer": x.abs().max().item()}
 
 
 def test_hooks_go_with_an_error():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -30,7 +30,8 @@ def calibrate(model: torch.nn.Module, batches: Iterable[Any]) -> dict[str, float
     Args:
         model: with ``torch.nn.Linear`` layers, and experts of transformers 5 (stacked parameters).
             It runs as it is: call ``model.eval()`` before.
-        batches: what it is called with: a tensor, or keyword arguments as a dictionary, each.
+        batches: what it is called with: a tensor, or keyword arguments as a mapping (what a
+            tokenizer returns), each.
 
     Returns:
         name of the layer -> amax; expert ``e`` of ``"...experts"`` is ``"...experts.e.gate_proj"``,
@@ -51,7 +52,7 @@ def calibrate(model: torch.nn.Module, batches: Iterable[Any]) -> dict[str, float
                 stack.callback(hook.remove)
         for batch in batches:
             count += 1
-            model(**batch) if isinstance(batch, dict) else model(batch)
+            model(**batch) if isinstance(batch, Mapping) else model(batch)
     if not found:
         what = "no linear layer saw a batch" if count else "there are none"
         raise ValueError(f"batches: {what}; pass inputs that the model is called with")

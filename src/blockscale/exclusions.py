@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Iterator, Mapping
-from fnmatch import fnmatchcase
+from fnmatch import fnmatchcase, translate
 
 __all__ = ["ANYWHERE", "GLOBS", "LAST", "WHOLE", "why_left_alone"]
 
@@ -66,6 +66,7 @@ _COMPILED = tuple(_compiled())
 
 #: The same as globs of names of tensors, in lower case.
 GLOBS = tuple(glob for _, _, globs in _COMPILED for glob in globs)
+_ANY = re.compile("|".join(map(translate, GLOBS)))
 
 
 def why_left_alone(name: str, names: Container[str] = ()) -> str:
@@ -80,6 +81,8 @@ def why_left_alone(name: str, names: Container[str] = ()) -> str:
     ''
     """
     lower = name.lower()
+    if not _ANY.match(lower):  # most names: one look instead of sixty
+        return ""
     for what, pattern, globs in _COMPILED:
         if pattern == "gate" and _GATE.search(name) and _GATE.sub(r"\1up\2", name) in names:
             continue

@@ -358,7 +358,9 @@ def test_calibrated(source: Path, tmp_path: Path, blockscale: Cli):
     again = checkpoint.quantize_folder(source, target, "nvfp4", "modelopt", activations=amax)
     assert again["summary"] == manifest["summary"]
     with pytest.raises(ValueError, match=r"target: .* was made with another activations"):
-        checkpoint.quantize_folder(source, target, "nvfp4", "modelopt", activations={"a": 1.0})
+        checkpoint.quantize_folder(
+            source, target, "nvfp4", "modelopt", activations={f"{LAYER}self_attn.q_proj": 1.0}
+        )
     with pytest.raises(ValueError, match="activations: mxfp8 has no scale that could be"):
         checkpoint.quantize_folder(source, tmp_path / "no", "mxfp8", activations=amax)
     with pytest.raises(ValueError, match="activations: got 'float32'; choose one of 'bfloat16'"):

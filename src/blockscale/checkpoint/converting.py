@@ -31,6 +31,8 @@ __all__ = ["HIGH_PRECISION", "convert_folder"]
 
 #: What ``to`` is for weights that are not quantized.
 HIGH_PRECISION = "bf16"
+#: Keys of a configuration that say how keys and values are quantized.
+_CACHE = ("kv_cache_scheme", "kv_cache_quant_algo")
 
 
 def convert_folder(
@@ -88,6 +90,7 @@ def convert_folder(
         plan = _Plan(
             *(files, found, convention, fmt, repair),
             weight_only=before is not None and before.is_weight_only(quantization),
+            has_cache=any(quantization.get(key) for key in _CACHE),
         )
         plan.check()
         return make_folder(
@@ -110,6 +113,7 @@ class _Plan:
     format: Format | None
     repair: bool
     weight_only: bool
+    has_cache: bool  # whether that of keys and values is quantized, too
     # of members of fused groups that get another one: their group's largest
     repaired: dict[str, Tensor] = field(default_factory=dict)
 
@@ -125,7 +129,8 @@ class _Plan:
     @property
     def about(self) -> dict[str, Any]:
         """For the manifest."""
-        return {**self.options, **({"input_scale": INPUT_SCALE} if self._lacking else {})}
+        scale = {"input_scale": INPUT_SCALE} if self._lacking else {}
+        return {**self.options, **scale, **({"warnings": self.warnings} if self.warnings else {})}
 
     @property
     def _lacking(self) -> list[str]:
@@ -153,10 +158,38 @@ class _Plan:
         for name in self.found:
             made = layers.setdefault(self.made(name).format.name, [])
             made.append(name.removesuffix(".weight"))
-        parts = {p for name, each in self.found.items() for p in each.names(name).values()}
-        left_alone = layer_names(self.files, self.files.tensors.keys() - parts)
+        left_alone = layer_names(self.files, self.files.tensors.keys() - self._parts)
         formats = {format: tuple(names) for format, names in layers.items()}
         return Scheme(formats, left_alone, self.weight_only)
+
+    @cached_property
+    def _owners(self) -> dict[str, str]:
+        """Stored name of data -> whose it is."""
+        return {each.names(name)["data"]: name for name, each in self.found.items()}
+
+    @cached_property
+    def _parts(self) -> set[str]:
+        """Stored names of all that belongs to a quantized tensor."""
+        return {p for name, each in self.found.items() for p in each.names(name).values()}
+
+    @cached_property
+    def warnings(self) -> list[str]:
+        """What is another model then, without a number that changed."""
+        cache = []
+        if self.has_cache:
+            cache.append(
+                "the source has its KV cache quantized, which its configuration says no more: "
+                "servers keep that in high precision"
+            )
+        if not self.weight_only or self.convention is None or self.convention.describes_itself:
+            return cache
+        formats = dict.fromkeys(self.made(name).format.name for name in self.found)
+        lost = [each for each in formats if each not in self.convention.weight_only]
+        return cache + [
+            f"activations are in high precision in the source; {self.convention.title} has no "
+            f"{each} of weights alone, and servers will quantize them"
+            for each in lost
+        ]
 
     def check(self) -> None:
         """ValueError for what cannot be converted so."""
@@ -181,9 +214,18 @@ class _Plan:
                     f"{', '.join(self.convention.storages)}: choose one by format, which rounds a "
                     "second time, or another convention"
                 )
+            self._check_blocks(name, description)
         if self.convention is not None and self.convention.fuses:
             self._check_input_scales()
             self._check_groups()
+
+    def _check_blocks(self, name: str, description: Description) -> None:
+        format, k = self.format or description.format, description.shape[-1]
+        if format != description.format and k % format.block_size:
+            raise ValueError(
+                f"format: rows of {show(name)} have {k} values, no multiple of {format.name}'s "
+                f"block of {format.block_size}; choose another format, or convert to 'bf16'"
+            )
 
     def _check_input_scales(self) -> None:
         missing = self._lacking
@@ -195,10 +237,10 @@ class _Plan:
             )
 
     def _check_groups(self) -> None:
-        for name, description in self.found.items():
-            if not description.format.has_global_scale or self.format is not None:
+        for name in self.found:
+            if not self._keeps_scale(name):
                 continue
-            group = self._group(name)
+            group = tuple(each for each in self._group(name) if self._keeps_scale(each))
             scales = {each: self._global_scale(each) for each in group}
             largest = max(scales.values())
             if scales[name] == largest:
@@ -211,6 +253,12 @@ class _Plan:
                 )
             self.repaired[name] = torch.tensor(largest)
 
+    def _keeps_scale(self, name: str) -> bool:
+        """Whether it has a global scale, and all that is fused with it the format that it had."""
+        group = [self.found[each].format for each in self._group(name)]
+        kept = self.format is None or all(each == self.format for each in group)
+        return kept and self.found[name].format.has_global_scale
+
     def _group(self, name: str) -> tuple[str, ...]:
         """Those that servers fuse with it."""
         return tuple(each for each in fused_with(name) if each in self.found)
@@ -219,6 +267,12 @@ class _Plan:
         description = self.found[name]
         place = description.storage.places["global_scale"]
         value = self.files.holder(place.of(name)).tensor(place.of(name))
+        bad = value[~((value > 0) & value.isfinite())]
+        if bad.numel():
+            raise ValueError(
+                f"source: {show(place.of(name))} is {bad[0].item():g}, which is no scale; fetch or "
+                "quantize it again"
+            )
         if value.numel() != 1:
             raise ValueError(
                 f"source: {show(name)} has {value.numel()} global scales, one for each matrix; "
@@ -235,9 +289,22 @@ class _Plan:
         made = self.made(name)
         if name in self.repaired:
             return Requantize(name, data, description, parts, made, self.repaired, INPUT_SCALE)
-        if made.format == description.format:
-            return Rewrite(name, data, description, parts, made, INPUT_SCALE)
+        if self._keeps_codes(name, made):
+            by_reciprocal = any(each in self.repaired for each in self._group(name))
+            return Rewrite(name, data, description, parts, made, INPUT_SCALE, by_reciprocal)
         return Requantize(name, data, description, parts, made, self._scales, INPUT_SCALE)
+
+    def _keeps_codes(self, name: str, made: Description) -> bool:
+        """Whether nothing asks for other ones."""
+        assert self.convention is not None
+        description = self.found[name]
+        if made.format != description.format:
+            return False
+        rounding = made.storage.scale_rounding  # of scales that hold not all values
+        if self.format is not None and rounding not in (None, description.storage.scale_rounding):
+            return False
+        has_scale = self.convention.fuses and made.format.has_global_scale
+        return not has_scale or self._keeps_scale(name)
 
     @cached_property
     def _scales(self) -> GlobalScales | None:
@@ -254,9 +321,7 @@ class _Plan:
 
     def job(self, file: str, target: Path) -> Job:
         """What is made of one file: tensors that have their data there."""
-        header = self.files.file(file).header
-        owners = {each.names(name)["data"]: name for name, each in self.found.items()}
-        parts = {p for name, each in self.found.items() for p in each.names(name).values()}
+        header, owners, parts = self.files.file(file).header, self._owners, self._parts
         tasks: list[Task] = []
         made: dict[str, Description] = {}
         for stored, tensor in header.tensors.items():

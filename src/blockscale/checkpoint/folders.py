@@ -6,10 +6,12 @@ killed run left finished: the same command goes on.
 
 from __future__ import annotations
 
+import filecmp
 import json
 import os
 import shutil
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from .files import Files
 from .header import Header, parse_json
 from .jobs import Job, Progress, run_jobs
 from .manifest import manifest_path
+from .storage import check_names
 from .summary import Summary
 from .writer import beside, locked, replacing, sync_directory
 
@@ -29,21 +32,33 @@ MANIFEST = "blockscale.manifest.json"
 
 
 def layer_names(files: Files, tensors: Collection[str]) -> tuple[str, ...]:
-    """Layers of these matrices, but those of tables and norms, and the output head by its usual
-    name: it may have no tensor of its own."""
-    found = [
-        name.removesuffix(".weight")
-        for name in files.tensors
-        if name in tensors and name.endswith(".weight") and len(files.tensors[name].shape) > 1
-    ]
+    """Layers of these matrices, modules of these stacks of experts, and the output head by its
+    usual name: it may have no tensor of its own."""
+    found = []
+    for name, tensor in files.tensors.items():
+        layer, _, part = name.rpartition(".")
+        is_matrix = layer and part == "weight" and len(tensor.shape) > 1
+        is_stack = layer.endswith("experts") and len(tensor.shape) > 2
+        if name in tensors and (is_matrix or is_stack):
+            found.append(layer)
     return tuple(dict.fromkeys(["lm_head", *found]))
 
 
 def read_config(files: Files, argument: str) -> dict[str, Any]:
-    """``config.json`` beside the files; empty where there is none. ValueError if damaged."""
-    path = files.folder / CONFIG
+    """``config.json`` beside the files; empty where there is none. ValueError if damaged.
+
+    What an older ModelOpt says of quantization is in a file of its own.
+    """
+    config = _read_object(files.folder / CONFIG, argument)
+    older = _read_object(files.folder / "hf_quant_config.json", argument).get("quantization")
+    if config.get("quantization_config") is None and isinstance(older, dict):
+        config["quantization_config"] = {"quant_method": "modelopt", **older}
+    return config
+
+
+def _read_object(path: Path, argument: str) -> dict[str, Any]:
     try:
-        content = parse_json(path.read_bytes())
+        content = parse_json(path.read_bytes(), constants=True)  # Mamba 2 has an Infinity
         if not isinstance(content, dict):
             raise ValueError("it is not an object")
     except FileNotFoundError:
@@ -71,13 +86,15 @@ def make_folder(
     with locked(target):
         work = beside(target, ".partial")
         finished = os.path.lexists(target)
-        if not finished:
-            work.mkdir(exist_ok=True)
         place = target if finished else work
         jobs = [each for name in files.names if (each := job(name, place / name)).tasks]
+        jobs = [replace(each, replaces=not finished) for each in jobs]
+        check_names((stored for each in jobs for stored in each.header.tensors), "source")
         texts = _texts(files, jobs, config, configuration)
-        if finished:
-            _check_finished(target, jobs, texts)
+        if not finished:
+            _make_work(work)
+        else:
+            _check_finished(target, jobs, texts, _to_copy(others, texts))
         summary, made = Summary(), []
         for file in run_jobs(files, jobs, tell):
             summary.add(file)
@@ -100,21 +117,47 @@ def _check_place(files: Files, target: Path) -> None:
     """ValueError unless ``target`` can be made, or is a folder and not the source."""
     if target.is_file():
         raise ValueError(f"target: {target} is a file; choose another name")
+    if not target.name:
+        raise ValueError(f"target: {target} has no name of its own; name a folder to be made")
     if not target.parent.is_dir():
         raise FileNotFoundError(f"target: {target.parent} does not exist; make it first")
-    if target.resolve() == files.folder.resolve() or files.folder.resolve() in (
-        *target.resolve().parents,
-    ):
-        raise ValueError(f"target: {target} is the source, or lies in it; choose another place")
+    source = files.folder.resolve()
+    for place in (target.resolve(), beside(target, ".partial").resolve()):
+        if place == source or source in place.parents:
+            raise ValueError(f"target: {place} is the source, or lies in it; choose another place")
+        if place in source.parents:
+            raise ValueError(f"target: the source lies in {place}; choose another place")
 
 
-def _check_finished(target: Path, jobs: list[Job], texts: Mapping[str, bytes]) -> None:
+def _make_work(work: Path) -> None:
+    """The folder to work in. ValueError where something is there that was not made here: what is
+    half-written in it will be removed."""
+    if work.is_dir() and not work.is_symlink():
+        marks = ("*.safetensors.journal", "*.safetensors.manifest.json")
+        if not any(work.iterdir()) or any(any(work.glob(mark)) for mark in marks):
+            return
+    if os.path.lexists(work):
+        raise ValueError(
+            f"target: {work} is in the way, and was not made here; move it away, or choose another "
+            "name"
+        )
+    work.mkdir()
+
+
+def _check_finished(
+    target: Path, jobs: list[Job], texts: Mapping[str, bytes], copied: Mapping[str, Path]
+) -> None:
     def has(name: str, content: bytes | None = None) -> bool:
         path = target / name
         return path.is_file() and (content is None or path.read_bytes() == content)
 
     wrong = [job.target.name for job in jobs if not has(job.target.name)]
     wrong += [name for name, content in texts.items() if not has(name, content)]
+    wrong += [
+        name
+        for name, path in copied.items()
+        if not (has(name) and filecmp.cmp(path, target / name, shallow=False))
+    ]
     wrong += [MANIFEST] * (not has(MANIFEST))
     if wrong:
         raise ValueError(

@@ -75,11 +75,13 @@ def show(name: str) -> str:
     return quoted if len(quoted) <= 100 else f"{quoted[:60]}...{quoted[-20:]}"
 
 
-def parse_json(text: bytes | str) -> Any:
-    """JSON, strictly: ValueError for a name that stands twice, NaN, or nesting without end."""
+def parse_json(text: bytes | str, constants: bool = False) -> Any:
+    """JSON, strictly: ValueError for a name that stands twice, nesting without end, or (but with
+    ``constants``) NaN and Infinity."""
+    constant = float if constants else _no_constants
     try:
         text = text.decode() if isinstance(text, bytes) else text
-        return json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constants)
+        return json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=constant)
     except RecursionError:
         raise ValueError("its JSON is nested too deeply") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:

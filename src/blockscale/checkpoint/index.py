@@ -23,8 +23,10 @@ def read_index(index: Path, argument: str) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{argument}: its index {index}: {error}; fetch it again") from None
     places = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(places, dict) or not all(
-        isinstance(file, str) and Path(file).name == file for file in places.values()
+    if (
+        not places
+        or not isinstance(places, dict)
+        or not all(isinstance(file, str) and Path(file).name == file for file in places.values())
     ):
         raise ValueError(f"{argument}: its index {index} has no weight_map; fetch it again")
     assert isinstance(content, dict)

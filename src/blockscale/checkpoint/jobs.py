@@ -58,6 +58,7 @@ class Job:
         metadata: of its header.
         options: what was asked for. An unfinished file made with others is not gone on with.
         about: more for the manifest.
+        replaces: what is under the name of the target, but from another job, is made anew.
     """
 
     target: Path
@@ -65,6 +66,7 @@ class Job:
     metadata: Mapping[str, str]
     options: Mapping[str, Any]
     about: Mapping[str, Any] = field(default_factory=dict)
+    replaces: bool = False
 
     @cached_property
     def _built(self) -> tuple[bytes, Header]:
@@ -105,19 +107,24 @@ def run_jobs(files: Files, jobs: Sequence[Job], tell: Tell) -> Iterator[dict[str
     with ThreadPoolExecutor(torch.get_num_threads(), "blockscale") as pool:
         try:
             for job in jobs:
-                made = _finished(files, job, counter)
-                open_.append(_Open(files, job, made, pool, counter, stop))
+                open_.append(_Open(files, job, _earlier(files, job, counter), counter, stop))
+                open_[-1].start(pool)
                 if len(open_) > 1:
-                    yield open_[0].finish()
-                    open_.popleft()
+                    yield _finish_first(open_)
             while open_:
-                yield open_[0].finish()
-                open_.popleft()
+                yield _finish_first(open_)
         finally:  # of an error: the threads stop at their next piece
             stop.set()
             pool.shutdown(cancel_futures=True)
             for each in open_:
                 each.abandon()
+
+
+def _finish_first(open_: deque[_Open]) -> dict[str, Any]:
+    """It is closed then, whatever becomes of the one who is given the manifest."""
+    manifest = open_[0].finish()
+    open_.popleft()
+    return manifest
 
 
 class _Stopped(Exception):
@@ -141,14 +148,13 @@ class _Counter:
 
 
 class _Open:
-    """A file whose tasks were handed to threads."""
+    """A file in the making."""
 
     def __init__(
         self,
         files: Files,
         job: Job,
         made: dict[str, Any] | None,
-        pool: ThreadPoolExecutor,
         counter: _Counter,
         stop: threading.Event,
     ) -> None:
@@ -165,9 +171,12 @@ class _Open:
             job.identity,
             lambda name, record: _is_current(files, tasks.get(name), record),
         )
-        for task in job.tasks:
+
+    def start(self, pool: ThreadPoolExecutor) -> None:
+        """Hand its tasks to threads."""
+        for task in self._job.tasks if self._made is None else ():
             if task.name in self._out.records:
-                counter.add(_bytes(files, task), task.name, self._out.note, 1)
+                self._counter.add(_bytes(self._files, task), task.name, self._out.note, 1)
             else:
                 self._futures.append(pool.submit(self._run, task))
 
@@ -239,6 +248,19 @@ def _is_current(files: Files, task: Task | None, record: Mapping[str, Any]) -> b
         return False
     same = all(files.holder(n).checksum(n) == made for n, made in record["source"].items())
     return same and task.is_current(record)
+
+
+def _earlier(files: Files, job: Job, counter: _Counter) -> dict[str, Any] | None:
+    """The manifest of a target that is finished; None where it is to be made."""
+    try:
+        return _finished(files, job, counter)
+    except ValueError as error:
+        if not job.replaces:
+            raise
+        why = str(error).partition(" exists and ")[2].partition(";")[0]
+        counter.add(0, note=f"started anew: {job.target.name} {why}")
+        job.target.unlink()
+        return None
 
 
 def _finished(files: Files, job: Job, counter: _Counter) -> dict[str, Any] | None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from xxhash import xxh3_128
 
 from ..checks import choose
@@ -17,7 +18,7 @@ from .conventions import CONVENTIONS, Convention, Scheme
 from .files import Files
 from .folders import layer_names, make_folder, read_config
 from .fused import GlobalScales, groups_of, stored_amax
-from .header import TORCH_DTYPES, Header
+from .header import TORCH_DTYPES, Header, show
 from .input_scales import InputScales
 from .jobs import Job, Progress, check_distinct, run_jobs
 from .orientation import outputs_last
@@ -107,12 +108,26 @@ def _request(
         raise ValueError(
             f"activations: {fmt.name} has no scale that could be calibrated; leave them out"
         )
+    elif activations is not None:
+        activations = _checked(activations)
     include = (include,) if isinstance(include, str) else tuple(include)
     exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude)
     choose("scaling", scaling, dict.fromkeys(_SCALINGS))
     if scaling != "amax" and not fmt.has_global_scale:
         raise ValueError(f"scaling: {scaling!r} is for nvfp4, not {fmt.name}; leave it out")
     return _Request(fmt, conv, include, exclude, activations, scaling)
+
+
+def _checked(amax: Mapping[str, float]) -> dict[str, float]:
+    """The same as numbers. ValueError for one that is no magnitude."""
+    largest = torch.finfo(torch.float32).max
+    for layer, value in amax.items():
+        if not isinstance(value, int | float | torch.Tensor) or not 0 <= value <= largest:
+            raise ValueError(
+                f"activations: {show(layer)} has {value!r:.40}; expected the largest magnitude of "
+                "its input, a finite number from 0 up: calibrate again, on other data"
+            )
+    return {layer: float(value) for layer, value in amax.items()}
 
 
 def _digest(amax: Mapping[str, float] | None) -> str | None:
@@ -242,6 +257,12 @@ def quantize_folder(
             )
         request.convention.check_model(config, "convention")
         plan = _plan(files, request)
+        if plan.earlier and not request.convention.describes_itself:
+            raise ValueError(
+                f"source: {show(next(iter(plan.earlier)))} is quantized already, as the header of "
+                f"its file says, which {request.convention.title} does not; take the file in high "
+                "precision, or convention 'blockscale'"
+            )
         return make_folder(
             files,
             Path(target),
@@ -346,6 +367,12 @@ def _plan(files: Files, request: _Request) -> _Plan:
         )
     layers = [name.removesuffix(".weight") for name, why in reasons.items() if why is None]
     input_scales = InputScales(layers, request.amax, format)
+    if request.amax is not None and len(input_scales.missing) == len(layers):
+        raise ValueError(
+            f"activations: of the {len(layers)} layers that are quantized ({show(layers[0])}, ...) "
+            f"they have none, but {len(request.amax)} others "
+            f"({show(next(iter(request.amax), ''))}, ...); name layers as their file does"
+        )
     if input_scales.missing:
         warnings.append(
             f"{len(input_scales.missing)} layers ({', '.join(input_scales.missing[:3])}) were not "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 _PARTS = re.compile(
     r"(^|[._])weight_(packed|scale|scale_inv|scale_2|global_scale|zero_point|shape)$"
 )
+#: Of what a weight was multiplied with, or its input is, which no format here undoes.
+_SMOOTHED = re.compile(r"(^|[._])(pre_quant_scale|svdquant_lora_[ab])$")
 _CODES = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "F6_E2M3", "F6_E3M2", "U8", "I8")
 
 
@@ -58,10 +60,18 @@ def descriptions_of(
         except ValueError as error:
             raise ValueError(f"{argument}: {files.folder / file}: {error}; save it again") from None
     convention = convention_of(config, argument)
-    if convention is None or convention.describes_itself:
+    if convention is None:
         return found
+    if convention.describes_itself:
+        if not found:
+            raise ValueError(
+                f"{argument}: {files.path} is quantized, as its config.json says, but no header in "
+                f"it describes a tensor, so another program wrote it anew; fetch it again"
+            )
+        return found
+    _check_not_transformed(files.tensors, config["quantization_config"], argument)
     claimed = {part for name, each in found.items() for part in each.names(name).values()}
-    dtype = _DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), torch.bfloat16)
+    dtype = _dtype(config)
     everywhere, storages = (
         _Everywhere(files),
         (*convention.storages.values(), *convention.also_read),
@@ -73,8 +83,81 @@ def descriptions_of(
                 name, description = match
                 found[name] = description
                 claimed.update(description.names(name).values())
+    _check_blocks(found, config["quantization_config"], argument)
+    if not files.is_folder and _unclaimed(files.tensors, claimed):
+        claimed |= _claimed_elsewhere(files, everywhere, storages, dtype)
     _check_all_claimed(files.tensors, claimed, convention, argument)
     return found
+
+
+def _unclaimed(tensors: Mapping[str, Stored], claimed: set[str]) -> str | None:
+    """A tensor that can only be a part of a quantized one, and is of none."""
+    for name, tensor in tensors.items():
+        is_part = _PARTS.search(name) or (tensor.dtype in _CODES and len(tensor.shape) > 1)
+        if is_part and name not in claimed:
+            return name
+    return None
+
+
+def _claimed_elsewhere(
+    files: Files, everywhere: Mapping[str, Stored], storages: Iterable[Storage], dtype: torch.dtype
+) -> set[str]:
+    """Parts of tensors that have their data in the other files of a checkpoint."""
+    claimed: set[str] = set()
+    for stored in (files.places or {}).keys() - files.tensors.keys():
+        for storage in storages:
+            if (match := _match(storage, stored, everywhere, dtype)) is not None:
+                claimed.update(match[1].names(match[0]).values())
+    return claimed
+
+
+def _check_blocks(
+    found: Mapping[str, Description], quantization: Mapping[str, Any], argument: str
+) -> None:
+    """ValueError where a configuration has blocks of another size, which make as many scales."""
+    groups = quantization.get("config_groups")
+    weights = [
+        group["weights"]
+        for group in (groups.values() if isinstance(groups, dict) else ())
+        if isinstance(group, dict) and isinstance(group.get("weights"), dict)
+    ]
+    told = [quantization.get("weight_block_size"), *(w.get("block_structure") for w in weights)]
+    sizes = [each for each in told if isinstance(each, list) and len(each) == 2]
+    for name, description in found.items():
+        block = description.format.block
+        for size in sizes if min(block) > 1 else ():
+            dims = zip(description.shape[-2:], size, block, strict=True)
+            if any(given != own and n > min(given, own) for n, given, own in dims):
+                raise ValueError(
+                    f"{argument}: {show(name)} has blocks of {size[0]}x{size[1]}, as its "
+                    f"config.json says; blockscale has {block[0]}x{block[1]}"
+                )
+
+
+def _dtype(config: Mapping[str, Any]) -> torch.dtype:
+    """Of the model; a part of it may say so, where it sees or hears, too. Else bfloat16."""
+    for each in (config, config.get("text_config")):
+        if isinstance(each, dict) and (said := each.get("dtype") or each.get("torch_dtype")):
+            return _DTYPES.get(str(said), torch.bfloat16)
+    return torch.bfloat16
+
+
+def _check_not_transformed(
+    tensors: Mapping[str, Stored], quantization: Mapping[str, Any], argument: str
+) -> None:
+    """ValueError where the stored weights are those of a changed model."""
+    transform = quantization.get("transform_config")
+    if isinstance(transform, dict) and transform.get("config_groups"):
+        raise ValueError(
+            f"{argument}: its config.json has a transform_config: weights were rotated before they "
+            "were quantized, which blockscale does not undo; take a checkpoint without"
+        )
+    for name in tensors:
+        if _SMOOTHED.search(name):
+            raise ValueError(
+                f"{argument}: {show(name)} changes what its layer computes, which blockscale does "
+                "not undo (AWQ, SmoothQuant, SVDQuant); take a checkpoint without"
+            )
 
 
 class _Everywhere(Mapping[str, Stored]):
@@ -123,11 +206,10 @@ def _match(
 def _check_all_claimed(
     tensors: Mapping[str, Stored], claimed: set[str], convention: Convention, argument: str
 ) -> None:
-    for name, tensor in tensors.items():
-        is_part = _PARTS.search(name) or (tensor.dtype in _CODES and len(tensor.shape) > 1)
-        if is_part and name not in claimed:
-            raise ValueError(
-                f"{argument}: {show(name)} ({tensor.dtype} {list(tensor.shape)}) belongs to no "
-                f"tensor of a format that blockscale reads from {convention.title} "
-                f"({', '.join(convention.storages)}): parts are missing, or it is of another format"
-            )
+    name = _unclaimed(tensors, claimed)
+    if name is not None:
+        raise ValueError(
+            f"{argument}: {show(name)} ({tensors[name].dtype} {list(tensors[name].shape)}) belongs "
+            f"to no tensor of a format that blockscale reads from {convention.title} "
+            f"({', '.join(convention.storages)}): parts are missing, or it is of another format"
+        )

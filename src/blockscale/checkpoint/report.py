@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -166,13 +166,13 @@ def _inspect(
             tensors.append(_survey(files.holder(name), name, stored))
         return FileReport(files.path, nbytes, "none", "", tuple(tensors))
 
-    missing, stale, recorded = False, list[str](), dict[str, Any]()
+    missing, stale, recorded = False, dict[str, None](), dict[str, Any]()
     for name in files.names:
         file = files.file(name)
         manifest = read_manifest(file.path)
         missing = missing or manifest is None
         if manifest is not None:
-            stale += stale_tensors(file, manifest)
+            stale |= dict.fromkeys(stale_tensors(file, manifest))
             recorded |= manifest["tensors"]
     parts = {p for name, each in descriptions.items() for p in each.names(name).values()}
     for i, name in enumerate(sorted(descriptions.keys() | files.tensors.keys())):
@@ -216,10 +216,10 @@ def _quantized(
     name: str,
     description: Description,
     recorded: Mapping[str, Any],
-    stale: list[str],
+    stale: Collection[str],
 ) -> TensorReport:
     stored = description.names(name).values()
-    shape, is_stale, error = description.shape, not set(stored).isdisjoint(stale), None
+    shape, is_stale, error = description.shape, any(part in stale for part in stored), None
     if description.transposed:
         shape = (*shape[:-2], shape[-1], shape[-2])
     note = "its bytes are not those of the manifest" if is_stale else ""
@@ -260,8 +260,7 @@ def _measured(
     if not description.by_rows:
         return replace(tensor, error=None, note="not measured: its blocks do not run along rows")
     error = ErrorStatistics()
-    is_padded = description.is_padded(files.stored(description.names(name)["data"]))
-    for start, shape, q in pieces(name, description, is_padded, files.elements):
+    for start, shape, q in pieces(name, description, files.stored, files.elements):
         x = source.elements(name, start, math.prod(shape)).view(shape)
         error.add(x, q)
     return replace(tensor, error=error)

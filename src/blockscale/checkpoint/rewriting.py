@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,10 +14,10 @@ from ..quantize import quantize
 from ..tensor import ScaledTensor
 from .files import Files
 from .fused import GlobalScales
-from .header import TORCH_DTYPES, Stored
+from .header import TORCH_DTYPES, Stored, show
 from .reader import PIECE
 from .statistics import ErrorStatistics
-from .storage import Description, dtype_name, parts_of
+from .storage import Description, Place, dtype_name, parts_of
 from .tasks import Source, Task, pieces, writer_of
 from .writer import Part, tensor_bytes
 
@@ -42,8 +42,8 @@ class _Quantized(Task):
         return tuple(names[part] for part in self._needs)
 
     def _values(self, source: Source) -> Iterator[ScaledTensor]:
-        is_padded = self.description.is_padded(self.tensor)
-        for _, _, q in pieces(self.name, self.description, is_padded, source.elements):
+        stored = self.parts.__getitem__
+        for _, _, q in pieces(self.name, self.description, stored, source.elements):
             yield q
 
 
@@ -53,10 +53,16 @@ class Rewrite(_Quantized):
 
     made: Description
     input_scale: float  # where there was none
+    # a global scale that divides goes through its reciprocal, as those of a repaired group do
+    by_reciprocal: bool = False
 
     @property
     def _needs(self) -> tuple[str, ...]:
         return _without_input_scale(self.description, not self.made.has_input_scale)
+
+    def is_current(self, record: Mapping[str, Any]) -> bool:
+        """Whether it was not quantized again, for what others of its group were then."""
+        return "rounded_again" not in record
 
     @property
     def _adds_input_scale(self) -> bool:
@@ -79,21 +85,35 @@ class Rewrite(_Quantized):
         names = self.description.names(self.name)
         record: dict[str, Any] = {"format": self.made.format.name}
         dtypes = parts_of(self.description.format, self.description.shape)
-        write = writer_of(self.made, self.name, parts)
         for part in self._needs:
             before, after = self.description.storage.places[part], self.made.storage.places[part]
-            stored = self.parts[names[part]]
+            turned = before.divides != after.divides or (before.divides and self.by_reciprocal)
+            if not turned:
+                before, after = replace(before, divides=False), replace(after, divides=False)
+            stored, out = self.parts[names[part]], parts[after.of(self.name)]
             step = PIECE // TORCH_DTYPES[stored.dtype].itemsize
             for start in range(0, stored.numel, step):
                 piece = source.elements(names[part], start, min(step, stored.numel - start))
                 values = before.decode(piece, dtypes[part][0])
-                write(part, values)
-                if before.divides != after.divides and part == "global_scale":
+                out.write(tensor_bytes(self._encoded(after, part, values)))
+                if turned and part == "global_scale":
                     # only of a power of two is the reciprocal exact
                     record["rounded_reciprocal"] = bool((values.frexp().mantissa != 0.5).any())
         if self._adds_input_scale:
-            write("input_scale", torch.tensor([self.input_scale]))
+            place = self.made.storage.places["input_scale"]
+            value = place.encode(torch.tensor([self.input_scale]))
+            parts[place.of(self.name)].write(tensor_bytes(value))
         return record
+
+    def _encoded(self, place: Place, part: str, values: Tensor) -> Tensor:
+        try:
+            return place.encode(values)
+        except ValueError as error:
+            raise ValueError(
+                f"to: {part} of {show(self.name)} cannot be {place.dtypes[0]} ({error}); give "
+                f"format {self.made.format.name!r}, which quantizes again, or choose another "
+                "convention"
+            ) from None
 
 
 @dataclass(frozen=True)
@@ -168,8 +188,7 @@ def _without_input_scale(description: Description, without: bool) -> tuple[str, 
 
 def quantized_amax(files: Files, name: str, description: Description) -> Tensor:
     """The largest magnitude of a quantized tensor's values."""
-    data = description.names(name)["data"]
-    is_padded, largest = description.is_padded(files.stored(data)), torch.zeros(())
-    for _, _, q in pieces(name, description, is_padded, files.elements):
+    largest = torch.zeros(())
+    for _, _, q in pieces(name, description, files.stored, files.elements):
         largest = torch.maximum(largest, amax(q.dequantize(torch.float32)))
     return largest

@@ -119,7 +119,8 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
         x, dtype = _cast(x, torch.float8_e8m0fnu), torch.uint8
         return x.view(dtype)
     out = x.to(dtype)
-    if not torch.equal(out.to(torch.float32), x.to(torch.float32)):
+    was, now = x.to(torch.float32), out.to(torch.float32)
+    if not ((was == now) | (was.isnan() & now.isnan())).all():
         raise ValueError(f"its values are not those of {dtype}")
     return out
 
@@ -251,7 +252,9 @@ class Description:
                 continue
             place, found = self.storage.places[part], tensors[names[part]]
             shapes = {place.shapes.stored(shape)}
-            if part == "global_scale":
+            if part == "input_scale":
+                shapes |= {(), (1,)}
+            elif part == "global_scale":
                 shapes |= {(), (1,), self.shape[:-2]}
             elif part == "data" and not groups:  # others do not pad
                 shapes.add(place.shapes.stored(unpadded(self.format, self.shape, self.axis)))

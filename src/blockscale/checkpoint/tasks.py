@@ -173,6 +173,8 @@ def chunks(shape: Sequence[int], format: Format) -> Iterator[tuple[int, tuple[in
     of one or more matrices, or one row (of blocks) where that is more.
     """
     matrices, rows, k = math.prod(shape[:-2]), shape[-2], shape[-1]
+    if not matrices * rows * k:
+        return
     if format.block[0] == 1:  # then rows of several matrices may share a chunk
         matrices, rows = 1, matrices * rows
     if rows * k <= CHUNK:
@@ -205,22 +207,28 @@ Elements = Callable[[str, int, int], Tensor]
 
 
 def pieces(
-    name: str, description: Description, is_padded: bool, elements: Elements
+    name: str, description: Description, stored: Callable[[str], Stored], elements: Elements
 ) -> Iterator[tuple[int, tuple[int, int, int], ScaledTensor]]:
     """A quantized tensor in the pieces of :func:`chunks`: first element, shape, quantized values.
 
-    ``is_padded``: whether a last block that is cut short is stored whole. Blocks run along rows.
+    ``stored``: its parts, by name. Blocks run along rows. Where each matrix of a batch has a global
+    scale of its own, no piece has parts of two.
     """
     format, names = description.format, description.names(name)
+    is_padded = description.is_padded(stored(names["data"]))
+    scalars = stored(names["global_scale"]).numel if format.has_global_scale else 1
+    whole = description.shape if scalars == 1 else description.shape[-2:]
     read, done = {}, {"data": 0, "scale": 0}
-    if format.has_global_scale:
-        read[names["global_scale"]] = elements(names["global_scale"], 0, 1)
-    for start, shape in chunks(description.shape, format):
-        sizes = {part: size for part, (_, size) in parts_of(format, shape).items()}
-        if not is_padded:
-            sizes["data"] = unpadded(format, shape, -1)
-        for part in done:
-            count = math.prod(sizes[part])
-            read[names[part]] = elements(names[part], done[part], count)
-            done[part] += count
-        yield start, shape, replace(description, shape=shape).assemble(name, read.__getitem__)
+    for matrix in range(scalars):
+        if format.has_global_scale:
+            read[names["global_scale"]] = elements(names["global_scale"], matrix, 1)
+        for start, shape in chunks(whole, format):
+            sizes = {part: size for part, (_, size) in parts_of(format, shape).items()}
+            if not is_padded:
+                sizes["data"] = unpadded(format, shape, -1)
+            for part in done:
+                count = math.prod(sizes[part])
+                read[names[part]] = elements(names[part], done[part], count)
+                done[part] += count
+            q = replace(description, shape=shape).assemble(name, read.__getitem__)
+            yield matrix * math.prod(whole) + start, shape, q

@@ -248,7 +248,8 @@ class Output:
         self._close(discard=not self.records)
 
     def _close(self, discard: bool) -> None:
-        for descriptor in (self._file, self._log):
+        descriptors, self._file, self._log = (self._file, self._log), -1, -1
+        for descriptor in descriptors:
             if descriptor >= 0:
                 os.close(descriptor)
         if discard:

@@ -100,9 +100,13 @@ def _configure(scheme: Scheme) -> dict[str, Json]:
 
 def _is_weight_only(quantization: Json) -> bool:
     groups = quantization.get("config_groups")
-    return isinstance(groups, dict) and all(
-        isinstance(group, dict) and group.get("input_activations") is None
-        for group in groups.values()
+    return (
+        isinstance(groups, dict)
+        and bool(groups)
+        and all(
+            isinstance(group, dict) and group.get("input_activations") is None
+            for group in groups.values()
+        )
     )
 
 

@@ -6,12 +6,15 @@ Source: the config.json of deepseek-ai/DeepSeek-V3, transformers' ``FineGrainedF
 
 from __future__ import annotations
 
+import re
+
 from ...formats import formats
 from ..storage import Place, Storage
 from .convention import Convention, Json, Scheme
 
 __all__ = ["DEEPSEEK", "DEEPSEEK_V4", "FINE_GRAINED"]
 
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 _DATA = Place("{name}", ("F8_E4M3",))
 
 
@@ -27,9 +30,23 @@ def _configure(scheme: Scheme) -> dict[str, Json]:
 
 
 def _configure_v4(scheme: Scheme) -> dict[str, Json]:
+    """Readers take all experts, and nothing else, to be of ``expert_dtype``."""
     content = _configure(scheme)["config.json"]
     config = {**content["quantization_config"], "scale_fmt": "ue8m0"}
-    return {"config.json": {"quantization_config": config, "expert_dtype": "fp4"}}
+    four = scheme.layers.get("mxfp4", ())
+    if dense := [layer for layer in four if not _EXPERT.search(layer)]:
+        raise ValueError(
+            f"format: DeepSeek V4 has mxfp4 for experts alone, and {dense[0]!r} is none; name "
+            "experts by include, or choose fp8_128x128 or another convention"
+        )
+    eight = any(_EXPERT.search(layer) for layer in scheme.layers.get("fp8_128x128", ()))
+    if four and eight:
+        raise ValueError(
+            "format: DeepSeek V4 has one format for all experts, and these have fp8_128x128 and "
+            "mxfp4; choose one, or another convention"
+        )
+    experts = {"expert_dtype": "fp4" if four else "fp8"} if four or eight else {}
+    return {"config.json": {"quantization_config": config, **experts}}
 
 
 def _configure_fine_grained(scheme: Scheme) -> dict[str, Json]:

@@ -85,6 +85,7 @@ def _is_weight_only(quantization: Json) -> bool:
     groups = quantization.get("config_groups")
     return quantization.get("quant_algo") == "W4A16_NVFP4" or (
         isinstance(groups, dict)
+        and bool(groups)
         and all(isinstance(g, dict) and not g.get("input_activations") for g in groups.values())
     )
 
