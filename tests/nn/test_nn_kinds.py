@@ -250,8 +250,8 @@ def test_heads_and_routers_are_left_alone():
     assert why["unembed"] == "left alone by default: its weight is that of an embedding"
 
 
-@pytest.mark.parametrize("name", ["lm_head", "model.lm_head", "embed_out", "Router", "gate.wg",
-                                  "mlp.expert_router", "x.lora_A.default"])  # fmt: skip
+@pytest.mark.parametrize("name", ["lm_head", "model.lm_head", "head", "embed_out", "Router",
+                                  "gate.wg", "mlp.expert_router", "x.lora_A.default"])  # fmt: skip
 def test_names_that_are_left_alone(name):
     model = nn.Sequential(nn.Linear(64, 64))
     inner = model
@@ -264,7 +264,7 @@ def test_names_that_are_left_alone(name):
     assert (named(report.converted), named(report.left)) == (["0"], [name])
 
 
-@pytest.mark.parametrize("name", ["gate_proj", "up", "head", "aggregate", "delegated", "gated"])
+@pytest.mark.parametrize("name", ["gate_proj", "up", "heads", "aggregate", "delegated", "gated"])
 def test_names_that_are_not(name):
     model = nn.Sequential()
     model.add_module(name, nn.Linear(64, 64))
