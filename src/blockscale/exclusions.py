@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase, translate
 
-__all__ = ["ANYWHERE", "GLOBS", "LAST", "WHOLE", "why_left_alone"]
+__all__ = ["ANYWHERE", "GLOBS", "LAST", "WHOLE", "gated_by", "why_left_alone"]
 
 #: What it is -> patterns of a part of the name (between dots, in lower case), and all below that
 #: part. They are small and cost most accuracy: peers keep them in high precision too.
@@ -75,7 +75,7 @@ def why_left_alone(name: str, names: Container[str] = ()) -> str:
     >>> why_left_alone("model.layers.0.mlp.gate.weight")
     "left alone by default: router ('gate')"
 
-    ``names`` are those of the other tensors: beside an ``up`` a ``gate`` is that of a SwiGLU.
+    ``names`` are those of :func:`gated_by`: beside an ``up`` as large a ``gate`` is a SwiGLU's.
 
     >>> why_left_alone("mlp.gate.weight", {"mlp.gate.weight", "mlp.up.weight"})
     ''
@@ -89,3 +89,10 @@ def why_left_alone(name: str, names: Container[str] = ()) -> str:
         if any(fnmatchcase(lower, glob) for glob in globs):
             return f"left alone by default: {what} ({pattern!r})"
     return ""
+
+
+def gated_by(names: Iterable[str], shape_of: Callable[[str], Sequence[int] | None]) -> set[str]:
+    """Names of the ``up`` weights that are as large as the ``gate`` beside them; ``shape_of`` says
+    None of a name that is none."""
+    gates = [(name, _GATE.sub(r"\1up\2", name)) for name in names if _GATE.search(name)]
+    return {up for gate, up in gates if shape_of(up) == shape_of(gate) is not None}

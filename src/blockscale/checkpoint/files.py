@@ -146,6 +146,11 @@ class Files:
         """A stored tensor of one of the files."""
         return self.holder(name).header.tensors[name]
 
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        """Of a stored tensor; None where there is none of this name."""
+        file = self.find(name)
+        return None if file is None else file.header.tensors[name].shape
+
     def elements(self, name: str, start: int, count: int, memory: Tensor | None = None) -> Tensor:
         """As :meth:`Reader.elements`, of a tensor in one of the files."""
         return self.holder(name).elements(name, start, count, memory)

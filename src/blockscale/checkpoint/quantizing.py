@@ -13,6 +13,7 @@ import torch
 from xxhash import xxh3_128
 
 from ..checks import choose
+from ..exclusions import gated_by
 from ..formats import Format, formats, get_format
 from .conventions import CONVENTIONS, Convention, Scheme
 from .files import Files
@@ -342,7 +343,7 @@ def _plan(files: Files, request: _Request) -> _Plan:
         earlier |= _earlier(files.file(file).header, file)
     parts = {part for name, each in earlier.items() for part in each.names(name).values()}
     tensors, backwards = files.tensors, outputs_last(files)
-    known = tensors.keys() | (files.places or {}).keys()
+    known = gated_by(tensors, files.shape_of)
     reasons = select(tensors, format, include, exclude, parts, backwards, known)
     if not request.convention.stacks:
         why = f"a stack of matrices, of which {request.convention.title} has each by itself"

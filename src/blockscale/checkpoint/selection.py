@@ -57,7 +57,7 @@ def select(
         exclude: globs of tensors that are not, whatever ``include`` says.
         quantized: names of what is part of a quantized tensor already.
         backwards: names of what is stored (in, out).
-        known: names of all tensors of the checkpoint; those of ``tensors`` where nothing is given.
+        known: of :func:`blockscale.exclusions.gated_by`.
 
     Raises ValueError for a glob that matches nothing or nothing that can be quantized, and for a
     name in ``include`` that cannot be.
@@ -80,7 +80,6 @@ def select(
     for pattern in exclude:
         _matches("exclude", pattern, tensors)
 
-    known = known or tensors
     return {
         name: why or _left_out(name, include, exclude, known) for name, why in obstacles.items()
     }

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 import torch
 
-from ..exclusions import ANYWHERE, LAST, WHOLE, why_left_alone
+from ..exclusions import ANYWHERE, LAST, WHOLE, gated_by, why_left_alone
 from .parametrized import parameters_of
 
 __all__ = ["DEFAULT_EXCLUDE", "default_exclusions"]
@@ -25,7 +25,12 @@ def default_exclusions(model: torch.nn.Module) -> Callable[[torch.nn.Module, str
     """A function that says of a module, given its name, why it is left alone; "" if it is not."""
     heads: set[torch.nn.Module] = set()
     looked_up: set[int] = set()
-    names = {f"{name}.weight" for name, _ in model.named_modules()}
+    shapes: dict[str, torch.Size] = {}
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, torch.Tensor) and not torch.nn.parameter.is_lazy(weight):
+            shapes[f"{name}.weight"] = weight.shape
+    names = gated_by(shapes, shapes.get)
     for module in model.modules():
         if isinstance(module, _EMBEDDINGS):
             looked_up.update(map(id, parameters_of(module)))
