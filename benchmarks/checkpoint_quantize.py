@@ -31,14 +31,16 @@ FORMATS = ("mxfp8", "nvfp4")
 
 # A run of its own, so that none finds what another left in memory; compiled code is cached on disk.
 RUN = """
-import resource, sys, time, torch
+import re, sys, time, torch
 import blockscale as bs
 from blockscale import checkpoint
 source, target, format = sys.argv[1:]
 bs.quantize(torch.ones(64, 64, dtype=torch.bfloat16), format).dequantize()
 start = time.perf_counter()
 checkpoint.quantize_folder(source, target, format, "modelopt")
-print(time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+seconds = time.perf_counter() - start
+most = re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())
+print(seconds, int(most[1]) * 1024)
 """
 
 
