@@ -24,7 +24,7 @@ from .jobs import Job, Progress
 from .ours import INPUT_SCALE, KEY, metadata_for
 from .reading import convention_of, descriptions_of
 from .rewriting import Dequantize, Requantize, Rewrite, quantized_amax
-from .storage import Description, check_names
+from .storage import Description, check_names, part_names
 from .tasks import Copy, Task
 
 __all__ = ["HIGH_PRECISION", "convert_folder"]
@@ -96,6 +96,7 @@ def convert_folder(
         return make_folder(
             files,
             Path(target),
+            config,
             plan.job,
             convention.configure(plan.scheme) if convention else {},
             plan.about,
@@ -170,7 +171,7 @@ class _Plan:
     @cached_property
     def _parts(self) -> set[str]:
         """Stored names of all that belongs to a quantized tensor."""
-        return {p for name, each in self.found.items() for p in each.names(name).values()}
+        return part_names(self.found)
 
     @cached_property
     def warnings(self) -> list[str]:

@@ -71,14 +71,18 @@ def _read_object(path: Path, argument: str) -> dict[str, Any]:
 def make_folder(
     files: Files,
     target: Path,
+    config: Mapping[str, Any],
     job: Callable[[str, Path], Job],
     configuration: Mapping[str, Mapping[str, Any]],
     about: Mapping[str, Any],
     tell: Callable[[Progress], None],
 ) -> dict[str, Any]:
-    """Make ``target`` with a file of ``job`` for each of ``files``; returns its manifest."""
+    """Make ``target`` with a file of ``job`` for each of ``files``; returns its manifest.
+
+    ``config`` is that of the source, ``configuration`` what is put into it and into other files.
+    """
     _check_place(files, target)
-    config, (others, weights) = read_config(files, "source"), files.beside()
+    others, weights = files.beside()
     if not config and any("config.json" in name for name in configuration):
         raise ValueError(
             f"source: {files.folder} has no {CONFIG}, which says what the model is; put it there"
@@ -91,10 +95,11 @@ def make_folder(
         jobs = [replace(each, replaces=not finished) for each in jobs]
         check_names((stored for each in jobs for stored in each.header.tensors), "source")
         texts = _texts(files, jobs, config, configuration)
+        copied = _to_copy(others, texts)
         if not finished:
             _make_work(work)
         else:
-            _check_finished(target, jobs, texts, _to_copy(others, texts))
+            _check_finished(target, jobs, texts, copied)
         summary, made = Summary(), []
         for file in run_jobs(files, jobs, tell):
             summary.add(file)
@@ -102,7 +107,6 @@ def make_folder(
         manifest = {**about, "files": made, "left_out": weights, "summary": summary.to_json()}
         if not finished:
             texts[MANIFEST] = json.dumps(manifest, indent=1).encode() + b"\n"
-            copied = _to_copy(others, texts)
             _write_rest(work, texts, copied)
             files_made = [
                 path for each in jobs for path in (each.target, manifest_path(each.target))

@@ -107,7 +107,7 @@ def run_jobs(files: Files, jobs: Sequence[Job], tell: Tell) -> Iterator[dict[str
     with ThreadPoolExecutor(torch.get_num_threads(), "blockscale") as pool:
         try:
             for job in jobs:
-                open_.append(_Open(files, job, _earlier(files, job, counter), counter, stop))
+                open_.append(_Open(files, job, _finished(files, job, counter), counter, stop))
                 open_[-1].start(pool)
                 if len(open_) > 1:
                     yield _finish_first(open_)
@@ -250,52 +250,55 @@ def _is_current(files: Files, task: Task | None, record: Mapping[str, Any]) -> b
     return same and task.is_current(record)
 
 
-def _earlier(files: Files, job: Job, counter: _Counter) -> dict[str, Any] | None:
-    """The manifest of a target that is finished; None where it is to be made."""
-    try:
-        return _finished(files, job, counter)
-    except ValueError as error:
-        if not job.replaces:
-            raise
-        why = str(error).partition(" exists and ")[2].partition(";")[0]
-        counter.add(0, note=f"started anew: {job.target.name} {why}")
-        job.target.unlink()
-        return None
-
-
 def _finished(files: Files, job: Job, counter: _Counter) -> dict[str, Any] | None:
-    """The manifest of a target that is the result of this very job; None where there is none.
+    """The manifest of a target that is the result of this very job; None where it is to be made.
 
-    Raises ValueError for anything else under that name.
+    Raises ValueError for anything else under that name, unless the job replaces it.
     """
     target = job.target
     if not os.path.lexists(target):
         return None
     made = read_manifest(target)
-    if made is None:
-        raise _in_the_way(target, "has no manifest")
-    for key, value in job.identity.items():
-        if made.get(key) != value:
-            raise _in_the_way(target, f"was made with another {key}")
-    with Reader(target, "target") as file:
-        if stale_tensors(file, made):
-            raise _in_the_way(target, "is not what its manifest says")
-        if file.header_checksum() != xxh3_128(job.head).hexdigest():
-            raise _in_the_way(target, "was made with another choice of tensors")
-    tasks = {task.name: task for task in job.tasks}
-    if tasks.keys() != made["tensors"].keys() or not all(
-        _is_current(files, tasks[name], record) for name, record in made["tensors"].items()
-    ):
-        raise _in_the_way(target, "was made with another source")
+    if made is None or (why := _why_another(files, job, made)):
+        why = "has no manifest" if made is None else why
+        if not job.replaces:
+            raise ValueError(
+                f"target: {target} exists and {why}; remove it, or choose another name"
+            )
+        counter.add(0, note=f"started anew: {target.name} {why}")
+        target.unlink()
+        return None
     for suffix in ".journal", ".partial":  # of a process that was killed at the very end
         beside(target, suffix).unlink(missing_ok=True)
-    nbytes = sum(_bytes(files, task) for task in job.tasks)
-    counter.add(nbytes, note=f"nothing to do: {target} is finished already", tensors=len(tasks))
+    counter.add(
+        sum(_bytes(files, task) for task in job.tasks),
+        note=f"nothing to do: {target} is finished already",
+        tensors=len(job.tasks),
+    )
     return made
 
 
-def _in_the_way(target: Path, why: str) -> ValueError:
-    return ValueError(f"target: {target} exists and {why}; remove it, or choose another name")
+def _why_another(files: Files, job: Job, made: Mapping[str, Any]) -> str:
+    """Why what is under the name of the target is not what this job makes; "" if it is."""
+    for key, value in job.identity.items():
+        if made.get(key) != value:
+            return f"was made with another {key}"
+    try:
+        file = Reader(job.target, "target")
+    except ValueError:
+        if not job.replaces:
+            raise
+        return "is not whole"
+    with file:
+        if stale_tensors(file, made):
+            return "is not what its manifest says"
+        if file.header_checksum() != xxh3_128(job.head).hexdigest():
+            return "was made with another choice of tensors"
+    tasks = {task.name: task for task in job.tasks}
+    same = tasks.keys() == made["tensors"].keys() and all(
+        _is_current(files, tasks[name], record) for name, record in made["tensors"].items()
+    )
+    return "" if same else "was made with another source"
 
 
 def check_distinct(files: Files, target: Path) -> None:

@@ -19,13 +19,14 @@ from .conventions import CONVENTIONS, Convention, Scheme
 from .files import Files
 from .folders import layer_names, make_folder, read_config
 from .fused import GlobalScales, groups_of, stored_amax
-from .header import TORCH_DTYPES, Header, show
+from .header import TORCH_DTYPES, show
 from .input_scales import InputScales
 from .jobs import Job, Progress, check_distinct, run_jobs
 from .orientation import outputs_last
-from .ours import INPUT_SCALE, metadata_for, read_descriptions
+from .ours import INPUT_SCALE, metadata_for
+from .reading import described_in_headers
 from .selection import reason, select, why_nothing
-from .storage import Description, Storage, check_names
+from .storage import Description, Storage, check_names, part_names
 from .tasks import Copy, Quantize, Task
 from .writer import locked
 
@@ -267,6 +268,7 @@ def quantize_folder(
         return make_folder(
             files,
             Path(target),
+            config,
             plan.job,
             request.convention.configure(plan.scheme),
             plan.about,
@@ -338,10 +340,8 @@ class _Plan:
 
 def _plan(files: Files, request: _Request) -> _Plan:
     format, include, exclude = request.format, request.include, request.exclude
-    earlier: dict[str, Description] = {}
-    for file in files.names:
-        earlier |= _earlier(files.file(file).header, file)
-    parts = {part for name, each in earlier.items() for part in each.names(name).values()}
+    earlier = described_in_headers(files, "source")
+    parts = part_names(earlier)
     tensors, backwards = files.tensors, outputs_last(files)
     known = gated_by(tensors, files.shape_of)
     reasons = select(tensors, format, include, exclude, parts, backwards, known)
@@ -380,10 +380,3 @@ def _plan(files: Files, request: _Request) -> _Plan:
             f"calibrated, and have an input_scale of {INPUT_SCALE:g}"
         )
     return _Plan(files, request, reasons, earlier, scales, input_scales, warnings)
-
-
-def _earlier(header: Header, file: str) -> dict[str, Description]:
-    try:
-        return read_descriptions(header)
-    except ValueError as error:
-        raise ValueError(f"source: {file}: {error}; save it again") from None

@@ -12,9 +12,9 @@ from .conventions import CONVENTIONS, Convention
 from .files import Files
 from .header import Stored, show
 from .ours import read_descriptions
-from .storage import Description, Storage
+from .storage import Description, Storage, part_names
 
-__all__ = ["convention_of", "descriptions_of"]
+__all__ = ["convention_of", "described_in_headers", "descriptions_of"]
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 #: Names of what belongs to a quantized weight in some convention, and dtypes of codes.
@@ -45,6 +45,17 @@ def convention_of(config: Mapping[str, Any], argument: str) -> Convention | None
     )
 
 
+def described_in_headers(files: Files, argument: str) -> dict[str, Description]:
+    """The quantized tensors that headers of ``files`` describe. ValueError where one is damaged."""
+    found: dict[str, Description] = {}
+    for file in files.names:
+        try:
+            found |= read_descriptions(files.file(file).header)
+        except ValueError as error:
+            raise ValueError(f"{argument}: {files.folder / file}: {error}; save it again") from None
+    return found
+
+
 def descriptions_of(
     files: Files, config: Mapping[str, Any], argument: str
 ) -> dict[str, Description]:
@@ -53,12 +64,7 @@ def descriptions_of(
     ``config`` is the model's configuration. Raises ValueError where parts are missing, or of no
     format of the convention.
     """
-    found: dict[str, Description] = {}
-    for file in files.names:
-        try:
-            found |= read_descriptions(files.file(file).header)
-        except ValueError as error:
-            raise ValueError(f"{argument}: {files.folder / file}: {error}; save it again") from None
+    found = described_in_headers(files, argument)
     convention = convention_of(config, argument)
     if convention is None:
         return found
@@ -70,7 +76,7 @@ def descriptions_of(
             )
         return found
     _check_not_transformed(files.tensors, config["quantization_config"], argument)
-    claimed = {part for name, each in found.items() for part in each.names(name).values()}
+    claimed = part_names(found)
     dtype = _dtype(config)
     everywhere, storages = (
         _Everywhere(files),

@@ -16,7 +16,7 @@ from .manifest import read_manifest, stale_tensors
 from .reader import Reader
 from .reading import descriptions_of
 from .statistics import ErrorStatistics, ValueStatistics
-from .storage import Description
+from .storage import Description, part_names
 from .tasks import CHUNK, pieces
 
 __all__ = ["FileReport", "TensorReport", "inspect_file", "inspect_folder"]
@@ -174,7 +174,7 @@ def _inspect(
         if manifest is not None:
             stale |= dict.fromkeys(stale_tensors(file, manifest))
             recorded |= manifest["tensors"]
-    parts = {p for name, each in descriptions.items() for p in each.names(name).values()}
+    parts = part_names(descriptions)
     for i, name in enumerate(sorted(descriptions.keys() | files.tensors.keys())):
         tell(name, i, count)
         if name in descriptions:

@@ -18,7 +18,7 @@ from .header import TORCH_DTYPES, Stored, show
 from .reader import PIECE
 from .statistics import ErrorStatistics
 from .storage import Description, Place, dtype_name, parts_of
-from .tasks import Source, Task, pieces, writer_of
+from .tasks import Source, Task, has_scale_of, pieces, writer_of
 from .writer import Part, tensor_bytes
 
 __all__ = ["Dequantize", "Requantize", "Rewrite", "quantized_amax"]
@@ -161,7 +161,7 @@ class Requantize(_Quantized):
 
     def is_current(self, record: Mapping[str, Any]) -> bool:
         """Its global scale may depend on other tensors."""
-        return self.scales is None or record.get("global_scale") == self.scales[self.name].item()
+        return has_scale_of(self.scales, self.name, record)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from .fused import fused_with
 from .header import METADATA, build, show
 from .ours import INPUT_SCALE, describe, metadata_for
 from .reading import descriptions_of
-from .storage import Description, check_names, dtype_name, layer_of
+from .storage import Description, check_names, dtype_name, layer_of, part_names
 from .writer import replacing, tensor_bytes
 
 __all__ = ["load_file", "load_folder", "save_file"]
@@ -156,7 +156,7 @@ def _load(
         raise ValueError(f"path: {path} is {what}; give it to checkpoint.{other}")
     with Files(path) as files:
         descriptions = descriptions_of(files, read_config(files, "path"), "path")
-        parts = {p for name, each in descriptions.items() for p in each.names(name).values()}
+        parts = part_names(descriptions)
 
         def read(stored: str) -> Tensor:
             return files.holder(stored).tensor(stored)

@@ -28,6 +28,7 @@ __all__ = [
     "check_names",
     "dtype_name",
     "layer_of",
+    "part_names",
     "parts_of",
     "unpadded",
 ]
@@ -314,6 +315,11 @@ def _pad(data: Tensor, format: Format, shape: Shape, padded: Shape, axis: int) -
     out = torch.zeros(padded, dtype=torch.uint8)
     out.narrow(axis, 0, short[axis]).copy_(data.view(torch.uint8).reshape(short))
     return out.view(data.dtype)
+
+
+def part_names(descriptions: Mapping[str, Description]) -> set[str]:
+    """Names of all that is stored of quantized tensors."""
+    return {stored for name, each in descriptions.items() for stored in each.names(name).values()}
 
 
 def check_names(names: Iterable[str], argument: str) -> None:

@@ -26,7 +26,17 @@ from .statistics import ErrorStatistics
 from .storage import Description, parts_of, unpadded
 from .writer import Part, tensor_bytes
 
-__all__ = ["CHUNK", "Copy", "Quantize", "Source", "Task", "chunks", "pieces", "writer_of"]
+__all__ = [
+    "CHUNK",
+    "Copy",
+    "Quantize",
+    "Source",
+    "Task",
+    "chunks",
+    "has_scale_of",
+    "pieces",
+    "writer_of",
+]
 
 # Elements. The reference, where numba is missing, needs some 500 bytes for each.
 CHUNK = 1 << 21
@@ -163,7 +173,14 @@ class Quantize(Task):
 
     def is_current(self, record: Mapping[str, Any]) -> bool:
         """Its global scale may depend on other tensors."""
-        return self.scales is None or record.get("global_scale") == self.scales[self.name].item()
+        return has_scale_of(self.scales, self.name, record)
+
+
+def has_scale_of(
+    scales: Mapping[str, Tensor] | GlobalScales | None, name: str, record: Mapping[str, Any]
+) -> bool:
+    """Whether a record of a tensor has the global scale that it would get now."""
+    return scales is None or record.get("global_scale") == scales[name].item()
 
 
 def chunks(shape: Sequence[int], format: Format) -> Iterator[tuple[int, tuple[int, int, int]]]:
