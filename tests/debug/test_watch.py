@@ -530,7 +530,7 @@ def test_grouped(tmp_path):
     assert files.jsonl.name == "watch-2.jsonl"
 
 
-def test_files(tmp_path):
+def test_files(tmp_path, pictures):
     """Lines are there after each step, and nothing is written over."""
     model = Model()
     seen = []

@@ -30,9 +30,9 @@ RECIPES = {
 def step(recipe: bs.Recipe, folder: Path, value: float = 1.0) -> list[dict[str, Any]]:
     """Lines of one watched step."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(128, 256), nn.Linear(256, 128)).to(torch.bfloat16)
+    model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128)).to(torch.bfloat16)
     bs.convert(model, recipe)
-    x = torch.randn(144, 128).to(torch.bfloat16) * torch.logspace(-3, 1, 128).to(torch.bfloat16)
+    x = torch.randn(80, 128).to(torch.bfloat16) * torch.logspace(-3, 1, 128).to(torch.bfloat16)
     x[40:50, :30] = 0
     x[70, 67] = value
     x.requires_grad_()

@@ -26,7 +26,11 @@ def found(request, tmp_path_factory):
     return gather(fsdp_ranks.run, request.param, tmp_path_factory.mktemp("ranks"))
 
 
-@pytest.mark.parametrize("name", fsdp_ranks.CASES)
+@pytest.mark.parametrize(
+    ("found", "name"),
+    [*((2, name) for name in fsdp_ranks.CASES), *((4, name) for name in fsdp_ranks.OF_FOUR)],
+    indirect=["found"],
+)
 def test_losses(found, name):
     for losses, _, _ in found:
         plain, quantized = losses[name]

@@ -1,6 +1,6 @@
 """Help for tests of the GPU quantizers: inputs, and a call in the emulator beside the reference."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -53,6 +53,15 @@ def produced(
     if producer == "weighted_swiglu_backward":
         return reference.weighted_swiglu_backward(others[0], x, others[1])[0]
     return reference.swiglu_backward(*others, x) if others else reference.swiglu(x)
+
+
+ARCHITECTURES = ("sm_90a", "sm_100a")
+
+
+def in_turn(cases: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Each case with one of the architectures before it: their quantizers are one source, whose
+    casts alone differ."""
+    return [(ARCHITECTURES[i % 2], *case) for i, case in enumerate(cases)]
 
 
 #: Arguments of these helpers that are fields of a Request.

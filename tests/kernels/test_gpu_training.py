@@ -11,7 +11,16 @@ import torch
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 
-from gpu_bench import assert_same, check, emulated, expected, nasty, poisoned
+from gpu_bench import (
+    ARCHITECTURES,
+    assert_same,
+    check,
+    emulated,
+    expected,
+    in_turn,
+    nasty,
+    poisoned,
+)
 
 import blockscale as bs
 from blockscale import emulator as em
@@ -29,7 +38,6 @@ from blockscale.seed import Numbers
 from stand_in import chip
 from stand_in import emulated as on_a_gpu
 
-ARCHITECTURES = ("sm_90a", "sm_100a")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ROWS, COLUMNS, BOTH = (-1,), (-2,), (-1, -2)
 SEED = bs.Seed(-7, step=2**40 + 3)
@@ -57,9 +65,10 @@ STOCHASTIC: list[tuple[str, tuple[int, ...], str, torch.dtype, dict[str, Any]]] 
 ]
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize(("format", "axes", "layout", "dtype", "given"), STOCHASTIC)
-def test_stochastic_formats(format, axes, layout, dtype, given, arch):
+@pytest.mark.parametrize(
+    ("arch", "format", "axes", "layout", "dtype", "given"), in_turn(STOCHASTIC)
+)
+def test_stochastic_formats(arch, format, axes, layout, dtype, given):
     x = nasty(160, 80, dtype)
     x = x if axes == ROWS else x.view(80, 160).mT.contiguous()
     check(x, format, arch, axes, layout=layout, seed=SEED, **given, **_global(format))
@@ -93,9 +102,11 @@ def test_all_of_a_fraction_counts(format):
         check(x, format, arch, BOTH, seed=SEED, **_global(format, 1.0))
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize(("format", "axes"), [("nvfp4", ROWS), ("nvfp4", BOTH), ("mxfp8", BOTH)])
-def test_stochastic_small(format, axes, arch):
+@pytest.mark.parametrize(
+    ("arch", "format", "axes"),
+    in_turn([("nvfp4", ROWS), ("nvfp4", BOTH), ("mxfp8", ROWS), ("mxfp8", BOTH)]),
+)
+def test_stochastic_small(arch, format, axes):
     """Tensors that do not fill a GPU, whose tiles take more warps, or have few rows."""
     for rows in (7, 130):
         x = nasty(rows, 272, BF16)
@@ -150,9 +161,10 @@ HADAMARD: list[tuple[str, tuple[int, ...], str, torch.dtype, int, dict[str, Any]
 ]
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize(("format", "axes", "layout", "dtype", "size", "given"), HADAMARD)
-def test_hadamard(format, axes, layout, dtype, size, given, arch):
+@pytest.mark.parametrize(
+    ("arch", "format", "axes", "layout", "dtype", "size", "given"), in_turn(HADAMARD)
+)
+def test_hadamard(arch, format, axes, layout, dtype, size, given):
     shape = (256, 128) if size > 32 else (160, 96)
     x, h = nasty(*shape, dtype), bs.Hadamard.random(size, size)
     check(x, format, arch, axes, layout=layout, hadamard=h, **given, **_global(format))
@@ -165,12 +177,12 @@ def test_hadamard_shapes(shape, axes):
     check(x, "nvfp4", "sm_100a", axes, hadamard=bs.Hadamard(16, 0xA1C3), **_global("nvfp4"))
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize(
-    ("axis", "size"), [(-1, 16), (-1, 128), (-2, 16), (-2, 32), (-2, 4), (-2, 64), (-2, 128)]
+    ("arch", "axis", "size"),
+    in_turn([(-1, 16), (-1, 128), (-2, 16), (-2, 32), (-2, 4), (-2, 64), (-2, 128)]),
 )
 @pytest.mark.parametrize("dtype", [BF16, FP32])
-def test_hadamard_of_the_global_scale(axis, size, dtype, arch):
+def test_hadamard_of_the_global_scale(arch, axis, size, dtype):
     """That of the transformed tensor, wherever its largest number is."""
     h = bs.Hadamard.random(1, size)
     last = max(size, 32)
@@ -207,9 +219,8 @@ def signed(x: torch.Tensor, axis: int, size: int, seed: bs.Seed) -> torch.Tensor
     return x * (signs if axis == -1 else signs[:, None])
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize(("format", "axes", "dtype", "size", "given"), DRAWN)
-def test_drawn_signs(format, axes, dtype, size, given, arch):
+@pytest.mark.parametrize(("arch", "format", "axes", "dtype", "size", "given"), in_turn(DRAWN))
+def test_drawn_signs(arch, format, axes, dtype, size, given):
     """By a value and a step of 64 bits: those of what torch has negated before."""
     x, seed = nasty(256, 128, dtype), bs.Seed(2**62 + 5 if size > 16 else -3, torch.tensor(-9))
     given = given | _global(format)
@@ -221,10 +232,11 @@ def test_drawn_signs(format, axes, dtype, size, given, arch):
         assert_same(scale, want[1], f"scales along {axis}")
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("axis", [-1, -2])
-@pytest.mark.parametrize(("size", "dtype"), [(16, BF16), (32, FP32), (128, BF16), (128, FP32)])
-def test_drawn_signs_of_the_global_scale(axis, size, dtype, arch):
+@pytest.mark.parametrize(
+    ("arch", "size", "dtype"), in_turn([(16, BF16), (32, FP32), (128, BF16), (128, FP32)])
+)
+def test_drawn_signs_of_the_global_scale(arch, axis, size, dtype):
     """Of another step it is another one."""
     x = torch.randn(256, 256, generator=torch.Generator().manual_seed(0)).to(dtype)
     step, found = torch.tensor(0), set()
@@ -333,9 +345,8 @@ SQUARE: list[tuple[str, tuple[int, ...], str, torch.dtype, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize(("format", "axes", "layout", "dtype", "given"), SQUARE)
-def test_square(format, axes, layout, dtype, given, arch):
+@pytest.mark.parametrize(("arch", "format", "axes", "layout", "dtype", "given"), in_turn(SQUARE))
+def test_square(arch, format, axes, layout, dtype, given):
     """Squares hang over both edges: what is past them has no scale."""
     x = nasty(150, 72, dtype)
     check(x, format, arch, axes, layout=layout, square=True, **given, **_global(format))

@@ -146,8 +146,8 @@ CASES = [
 @pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize(("format", "layout"), CASES)
 def test_numbers(format: str, layout: str, axis: int):
-    x = values((200, 272))
-    for k_major in (False, True):
+    x = values((136, 144))
+    for k_major in (False, True) if axis == -2 else (False,):
         q = bs.quantize(x, format, axis, layout=layout, pad=True, k_major=k_major)
         check(x, q, turned=q.qdata.stride(-1) != 1)
 
@@ -162,9 +162,19 @@ def test_sizes_and_dtypes(shape, dtype):
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("axis", [-1, -2])
-@pytest.mark.parametrize("format", ["mxfp8", "nvfp4", "fp8_128x128", "fp8_1x128"])
+@pytest.mark.parametrize(
+    ("format", "axis", "value"),
+    [
+        ("mxfp8", -1, math.nan),
+        ("mxfp8", -2, -math.inf),
+        ("nvfp4", -1, math.inf),
+        ("nvfp4", -2, math.nan),
+        ("fp8_128x128", -1, -math.inf),
+        ("fp8_128x128", -2, math.nan),
+        ("fp8_1x128", -1, math.inf),
+        ("fp8_1x128", -2, -math.inf),
+    ],
+)
 def test_first_nonfinite(format, axis, value):
     """The element is named by its place in the first such block, as compact scales are counted."""
     x = values((160, 288), torch.float32)

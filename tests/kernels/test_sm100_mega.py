@@ -51,9 +51,9 @@ def test_rings_that_are_used_again(ctas):
     check(case, ctas=ctas, clusters=3 - ctas, completion="late")
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1])
 def test_seeds(seed):
-    case = Case((5, 3), hidden=128, experts=2, seed=seed, skewed=seed == 3)
+    case = Case((5, 3), hidden=128, experts=2, seed=seed, skewed=seed == 1)
     check(case, completion="random")
 
 
