@@ -22,6 +22,7 @@ from .fused import (
 )
 from .gemm import gemm, grouped_gemm
 from .gemm_quantize import gemm_quantize, grouped_gemm_quantize
+from .gptq import gptq
 from .hadamard import Hadamard
 from .layouts import layouts
 from .nn import Recipe, autocast, convert, quantize_, reuse_weights
@@ -57,6 +58,7 @@ __all__ = [
     "formats",
     "gemm",
     "gemm_quantize",
+    "gptq",
     "grouped_gemm",
     "grouped_gemm_quantize",
     "layernorm_quantize",

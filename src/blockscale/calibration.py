@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,10 @@ from torch.nn.functional import linear
 from .measure import amax
 from .nn.hf_experts import is_experts
 
-__all__ = ["calibrate"]
+__all__ = ["calibrate", "run", "watch_inputs"]
+
+#: Takes the name of a layer and what it is called with.
+Look = Callable[[str, Tensor], None]
 
 
 def calibrate(model: torch.nn.Module, batches: Iterable[Any]) -> dict[str, float]:
@@ -40,39 +43,51 @@ def calibrate(model: torch.nn.Module, batches: Iterable[Any]) -> dict[str, float
     Raises ValueError where there are no batches, or no layer was reached.
     """
     found: dict[str, float] = {}
-    count = 0
-    with ExitStack() as stack, torch.no_grad():
-        for name, module in model.named_modules():
-            look = _linear if isinstance(module, torch.nn.Linear) else None
-            look = _experts if is_experts(module) else look
-            if look is not None:
-                hook = module.register_forward_pre_hook(
-                    partial(look, found, name), with_kwargs=True
-                )
-                stack.callback(hook.remove)
-        for batch in batches:
-            count += 1
-            model(**batch) if isinstance(batch, Mapping) else model(batch)
+
+    def note(name: str, x: Tensor) -> None:
+        if x.numel():
+            found[name] = max(found.get(name, 0.0), amax(x).item())
+
+    with watch_inputs(model, note):
+        count = run(model, batches)
     if not found:
         what = "no linear layer saw a batch" if count else "there are none"
         raise ValueError(f"batches: {what}; pass inputs that the model is called with")
     return found
 
 
-def _note(found: dict[str, float], name: str, x: Tensor) -> None:
-    if x.numel():
-        found[name] = max(found.get(name, 0.0), amax(x).item())
+def run(model: torch.nn.Module, batches: Iterable[Any]) -> int:
+    """Call the model with each batch, without gradients; returns how many there were."""
+    count = 0
+    with torch.no_grad():
+        for batch in batches:
+            count += 1
+            model(**batch) if isinstance(batch, Mapping) else model(batch)
+    return count
+
+
+@contextmanager
+def watch_inputs(model: torch.nn.Module, look: Look, experts: bool = True) -> Iterator[None]:
+    """``look`` sees what each linear layer is called with, and what ``experts`` multiply."""
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            hook = partial(_linear, look, name) if isinstance(module, torch.nn.Linear) else None
+            if experts and is_experts(module):
+                hook = partial(_experts, look, name)
+            if hook is not None:
+                stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        yield
 
 
 def _linear(
-    found: dict[str, float], name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    look: Look, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     (x,) = (*args, *kwargs.values())
-    _note(found, name, x)
+    look(name, x)
 
 
 def _experts(
-    found: dict[str, float], name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    look: Look, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """Compute what each expert has between its products, beside the forward of the module."""
     hidden, index, *_ = (*args, *kwargs.values())
@@ -84,8 +99,8 @@ def _experts(
         between = _product(module, "gate_up_proj" if gated else "up_proj", expert, x)
         between = module._apply_gate(between) if gated else module.act_fn(between)
         for part in ("gate_proj", "up_proj") if gated else ("up_proj",):
-            _note(found, f"{name}.{expert}.{part}", x)
-        _note(found, f"{name}.{expert}.down_proj", between)
+            look(f"{name}.{expert}.{part}", x)
+        look(f"{name}.{expert}.down_proj", between)
 
 
 def _product(module: Any, parameter: str, expert: int, x: Tensor) -> Tensor:

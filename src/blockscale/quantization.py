@@ -9,10 +9,12 @@ from typing import Any
 from .checks import check_flag, check_saved, choose
 from .hadamard import Hadamard
 
-__all__ = ["PLAIN", "SCALINGS", "Quantization", "check_eden"]
+__all__ = ["PLAIN", "SCALINGS", "WITHOUT_TRANSFORM", "Quantization", "check_eden"]
 
 #: How a block's scale is chosen.
 SCALINGS = ("amax", "four_over_six", "search", "ms_eden")
+#: Those that take a tensor as it is.
+WITHOUT_TRANSFORM = SCALINGS[:3]
 
 
 @dataclass(frozen=True)

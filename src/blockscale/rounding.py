@@ -39,6 +39,7 @@ __all__ = [
     "global_scale_from_amax",
     "multiply",
     "pack",
+    "power_of_two_above",
     "random_bits",
     "round_significand",
     "scale_bits",
@@ -294,12 +295,24 @@ def _e8m0_bits(byte: Array) -> Array:
     return xp.where(byte == 255, FP32_NAN, bits)
 
 
-def global_scale_from_amax(amax: Array, format: Format) -> Array:
-    """Bits of ``amax / (largest scale * largest element)``; 1 where amax is 0; at least 2^-117."""
+def global_scale_from_amax(
+    amax: Array, format: Format, *, room: bool = False, power_of_two: bool = False
+) -> Array:
+    """Bits of ``amax / (largest scale * largest element)``; 1 where amax is 0; at least 2^-117.
+
+    ``room``: :data:`ROOM` times that. ``power_of_two``: rounded up to one.
+    """
     largest = E4M3.max * format.element.max
     xp = namespace(amax)
     scale = xp.clip(divide(amax, _float_bits(largest, amax)), min=_MIN_GLOBAL)
-    return xp.where(amax == 0, FP32_ONE, scale)
+    scale = xp.where(amax == 0, FP32_ONE, scale)
+    scale = multiply(scale, _float_bits(ROOM, amax)) if room else scale
+    return power_of_two_above(scale) if power_of_two else scale
+
+
+def power_of_two_above(bits: Array) -> Array:
+    """The smallest power of two that is not below positive normal numbers; all as bits."""
+    return (bits + 0x7FFFFF) & FP32_INF
 
 
 def block_scale(

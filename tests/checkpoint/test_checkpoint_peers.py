@@ -308,8 +308,9 @@ def test_modelopts_own_export(
         assert _sorted(a) == _sorted(b)
 
 
-def test_calibrate_by_the_command(llama: Path, tmp_path: Path, blockscale: Callable[..., Ran]):
-    """The model of the folder runs on a text, with the tokenizer of the folder."""
+@pytest.fixture
+def written(llama: Path, tmp_path: Path) -> tuple[Path, list[torch.Tensor]]:
+    """A model with a tokenizer, beside a file ``text``, and the tokens of that."""
     source = tmp_path / "in"
     shutil.copytree(llama, source)
     words = {f"w{i}": i for i in range(127)} | {"[UNK]": 127}
@@ -317,6 +318,15 @@ def test_calibrate_by_the_command(llama: Path, tmp_path: Path, blockscale: Calla
     tokenizer.pre_tokenizer = Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]").save_pretrained(source)
     (tmp_path / "text").write_text(" ".join(f"w{i * i % 127}" for i in range(700)))
+    ids = torch.tensor([[i * i % 127 for i in range(700)]])
+    return source, [ids[:, :512], ids[:, 512:]]
+
+
+def test_calibrate_by_the_command(
+    written: tuple[Path, list[torch.Tensor]], tmp_path: Path, blockscale: Callable[..., Ran]
+):
+    """The model of the folder runs on a text, with the tokenizer of the folder."""
+    source, batches = written
     ran = blockscale(
         "quantize", source, tmp_path / "out", "--format=nvfp4", "--convention=modelopt",
         "--calibrate", tmp_path / "text",
@@ -324,13 +334,72 @@ def test_calibrate_by_the_command(llama: Path, tmp_path: Path, blockscale: Calla
     assert ran.code == 0, ran.err
     assert "not calibrated" not in ran.out
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).eval()
-    ids = torch.tensor([[i * i % 127 for i in range(700)]])
-    found = bs.calibrate(model, [ids[:, :512], ids[:, 512:]])
+    found = bs.calibrate(model, batches)
     scales = {n: x for n, x in stored(tmp_path / "out").items() if n.endswith("input_scale")}
     assert len(scales) == 14
     for name, scale in scales.items():
         assert scale == torch.tensor(found[name.removesuffix(".input_scale")]) / 2688
     assert (tmp_path / "out" / "tokenizer.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("format", "convention", "options"),
+    [
+        ("nvfp4", "modelopt", ["--scaling=search"]),
+        ("nvfp4", "compressed-tensors", ["--weight-only"]),
+        ("fp8_128x128", "compressed-tensors", []),
+    ],
+)
+def test_gptq_by_the_command(
+    written: tuple[Path, list[torch.Tensor]],
+    tmp_path: Path,
+    blockscale: Callable[..., Ran],
+    format: str,
+    convention: str,
+    options: list[str],
+):
+    """What :func:`blockscale.gptq` makes, with input scales of the model as it was."""
+    source, batches = written
+    given = "--format", format, "--convention", convention, "--calibrate", tmp_path / "text"
+    ran = blockscale("quantize", source, tmp_path / "out", *given, "--gptq", *options)
+    assert ran.code == 0, ran.err
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).eval()
+    found = bs.calibrate(model, batches)
+    scaling = "search" if "--scaling=search" in options else "amax"
+    how = {"scaling": scaling, "power_of_two": convention == "compressed-tensors"}
+    made = bs.gptq(model, batches, format, **how)
+    state = checkpoint.load_folder(tmp_path / "out")
+    assert len(made) == 14
+    for name, q in made.items():
+        assert torch.equal(state[name].dequantize(), q.dequantize()), name
+        assert torch.equal(q.dequantize(), model.get_parameter(name))
+    scales = [n for n in stored(tmp_path / "out") if n.endswith("input_scale")]
+    assert len(scales) == (14 if convention == "modelopt" else 0)
+    for name in scales:
+        scale = stored(tmp_path / "out")[name]
+        assert scale == torch.tensor(found[name.removesuffix(".input_scale")]) / 2688
+    error = blockscale("quantize", source, tmp_path / "no", "--format=mxfp8", "--gptq")
+    assert error.code == 2
+    assert "gptq: needs a text to run the model on; add --calibrate FILE" in error.err
+
+
+def test_weights_that_are_quantized_already(llama: Path, tmp_path: Path):
+    name, other = (f"model.layers.{i}.mlp.down_proj.weight" for i in range(2))
+    high = stored(llama)[name]
+    q = bs.quantize(high, "nvfp4")
+    given = llama, tmp_path / "out", "nvfp4", "modelopt"
+    for weights, message in (
+        ({"model.norm.weight": q}, r"weights: .model\.norm\.weight. would not be quantized"),
+        ({"down_proj.weight": q}, "there is no such tensor in the folder"),
+        ({name: bs.quantize(high)}, r"is mxfp8 of \(128, 256\); expected nvfp4"),
+        ({other: q}, "has the global scale .* make all of this folder's model"),
+        ({name: bs.quantize(high, "nvfp4", layout="tcgen05")}, "with compact scales"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            checkpoint.quantize_folder(*given, weights=weights)
+    checkpoint.quantize_folder(*given, weights={name: q})
+    with pytest.raises(ValueError, match=r"target: .* was made with another weights"):
+        checkpoint.quantize_folder(*given)
 
 
 def _sorted(content: Any) -> Any:

@@ -15,47 +15,19 @@ import torch
 from torch import Tensor
 
 from ..formats import Format
+from ..fused_names import FUSED, fused_with
 from ..measure import amax
-from ..rounding import ROOM, float32_bits, from_float32_bits, global_scale_from_amax
+from ..rounding import float32_bits, from_float32_bits, global_scale_from_amax
 from .files import Files
 from .header import Stored, show
 
 __all__ = ["FUSED", "GlobalScales", "fused_with", "groups_of", "stored_amax"]
 
-#: Modules whose weights become one in vLLM, SGLang or TensorRT-LLM (their
-#: ``packed_modules_mapping``), by that part of their names which differs.
-FUSED = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("wq", "wk", "wv"),
-    ("query", "key", "value"),
-    ("to_q", "to_k", "to_v"),
-    ("gate_proj", "up_proj"),
-    ("gate", "up"),
-    ("w1", "w3"),  # of experts too
-    ("q_a_proj", "kv_a_proj_with_mqa"),
-    ("wq_a", "wkv"),
-    ("in_proj_qkv", "in_proj_z"),
-    ("in_proj_b", "in_proj_a"),
-)
-_GROUP = {member: group for group in FUSED for member in group}
 _CHUNK = 1 << 21  # elements read at a time
 _SHARD = re.compile(r"-\d+-of-\d+\.")
 
 #: Why a tensor is not quantized; None if it is.
 Reason = Callable[[str, Stored], str | None]
-
-
-def fused_with(name: str) -> tuple[str, ...]:
-    """Names of all tensors that a server makes one with ``name``, itself among them.
-
-    >>> fused_with("layers.0.mlp.up_proj.weight")
-    ('layers.0.mlp.gate_proj.weight', 'layers.0.mlp.up_proj.weight')
-    """
-    parts = name.split(".")
-    for i in reversed(range(len(parts))):
-        if group := _GROUP.get(parts[i]):
-            return tuple(".".join((*parts[:i], member, *parts[i + 1 :])) for member in group)
-    return (name,)
 
 
 def groups_of(
@@ -135,16 +107,11 @@ class GlobalScales:
         with self._locks[group]:
             if group not in self._scales:
                 largest = float32_bits(torch.stack([self._amax(each) for each in group]).amax())
-                scale = from_float32_bits(global_scale_from_amax(largest, self._format))
-                scale = scale * ROOM if self._room else scale
-                self._scales[group] = _rounded_up(scale) if self._power_of_two else scale
+                scale = global_scale_from_amax(
+                    largest, self._format, room=self._room, power_of_two=self._power_of_two
+                )
+                self._scales[group] = from_float32_bits(scale)
             return self._scales[group]
-
-
-def _rounded_up(scale: Tensor) -> Tensor:
-    """The smallest power of two that is not below."""
-    mantissa, exponent = torch.frexp(scale)  # scale = mantissa * 2^exponent, from 0.5 up below 1
-    return torch.ldexp(torch.ones(()), exponent - (mantissa == 0.5).int())
 
 
 def stored_amax(files: Files, name: str) -> Tensor:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from xxhash import xxh3_128
-
-from ..checks import choose
 from ..exclusions import gated_by
-from ..formats import Format, formats, get_format
-from .conventions import CONVENTIONS, Convention, Scheme
+from ..formats import Format
+from ..tensor import ScaledTensor
+from .conventions import Scheme
 from .files import Files
 from .folders import layer_names, make_folder, read_config
 from .fused import GlobalScales, groups_of, stored_amax
@@ -25,118 +21,37 @@ from .jobs import Job, Progress, check_distinct, run_jobs
 from .orientation import outputs_last
 from .ours import INPUT_SCALE, metadata_for
 from .reading import described_in_headers
+from .request import Request, request_of
 from .selection import reason, select, why_nothing
-from .storage import Description, Storage, check_names, part_names
+from .storage import Description, check_names, part_names
 from .tasks import Copy, Quantize, Task
 from .writer import locked
 
 __all__ = ["quantize_file", "quantize_folder"]
 
-#: Of :data:`blockscale.quantization.SCALINGS`, those without a transform.
-_SCALINGS = ("amax", "four_over_six", "search")
 
-
-@dataclass(frozen=True)
-class _Request:
-    """What a caller asks for."""
-
-    format: Format
-    convention: Convention
-    include: tuple[str, ...]
-    exclude: tuple[str, ...]
-    activations: Mapping[str, float] | str | None = None
-    scaling: str = "amax"
-
-    @property
-    def weight_only(self) -> bool:
-        """Whether activations stay in high precision."""
-        return isinstance(self.activations, str)
-
-    @property
-    def amax(self) -> Mapping[str, float] | None:
-        """Of the inputs of layers, where that is known."""
-        return None if isinstance(self.activations, str) else self.activations
-
-    @property
-    def storage(self) -> Storage:
-        """How quantized tensors will lie in files."""
-        return self.convention.storages[self.format.name]
-
-    @property
-    def has_input_scale(self) -> bool:
-        """Whether a global scale of activations is stored."""
-        return self.format.has_global_scale and not self.weight_only
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """All that decides about the bytes of a file."""
-        return {
-            "format": self.format.name,
-            "convention": self.convention.name,
-            "scaling": self.scaling,
-            "include": list(self.include),
-            "exclude": list(self.exclude),
-            "activations": self.activations if self.weight_only else _digest(self.amax),
-        }
-
-
-def _request(
-    format: str | Format,
-    convention: str,
-    include: str | Sequence[str],
-    exclude: str | Sequence[str],
-    activations: Mapping[str, float] | str | None = None,
-    scaling: str = "amax",
-) -> _Request:
-    fmt, conv = get_format(format), choose("convention", convention, CONVENTIONS)
-    if formats.get(fmt.name) != fmt:
-        raise ValueError(
-            f"format: {fmt.name!r} is not one of blockscale.formats, no file can name it"
-        )
-    if fmt.name not in conv.storages:
-        raise ValueError(
-            f"format: {conv.title} has no {fmt.name}; it has {', '.join(conv.storages)}, and "
-            f"convention 'blockscale' has every format"
-        )
-    if isinstance(activations, str):
-        choose("activations", activations, {"bfloat16": None})
-        if fmt.name not in conv.weight_only:
+def _check_made(weights: Mapping[str, ScaledTensor], plan: _Plan) -> None:
+    """ValueError unless they are what the plan would make of the same tensors."""
+    format = plan.request.format
+    for name, q in weights.items():
+        shown = f"weights: {show(name)}"
+        if plan.reasons.get(name, "not in the folder") is not None:
+            why = plan.reasons.get(name, "there is no such tensor in the folder")
+            raise ValueError(f"{shown} would not be quantized ({why}); leave it out")
+        shape = tuple(plan.files.tensors[name].shape)
+        if q.format != format or tuple(q.shape) != shape or q.layout_name != "compact":
             raise ValueError(
-                f"activations: {conv.title} has no {fmt.name} of weights alone"
-                + (f", only {', '.join(conv.weight_only)}" if conv.weight_only else "")
-                + "; leave it out"
+                f"{shown} is {q.format.name} of {tuple(q.shape)}; expected {format.name} of "
+                f"{shape} with compact scales: make it of this folder's model, by blockscale.gptq"
             )
-    elif activations is not None and not fmt.has_global_scale:
-        raise ValueError(
-            f"activations: {fmt.name} has no scale that could be calibrated; leave them out"
-        )
-    elif activations is not None:
-        activations = _checked(activations)
-    include = (include,) if isinstance(include, str) else tuple(include)
-    exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude)
-    choose("scaling", scaling, dict.fromkeys(_SCALINGS))
-    if scaling != "amax" and not fmt.has_global_scale:
-        raise ValueError(f"scaling: {scaling!r} is for nvfp4, not {fmt.name}; leave it out")
-    return _Request(fmt, conv, include, exclude, activations, scaling)
-
-
-def _checked(amax: Mapping[str, float]) -> dict[str, float]:
-    """The same as numbers. ValueError for one that is no magnitude."""
-    largest = torch.finfo(torch.float32).max
-    for layer, value in amax.items():
-        if not isinstance(value, int | float | torch.Tensor) or not 0 <= value <= largest:
-            raise ValueError(
-                f"activations: {show(layer)} has {value!r:.40}; expected the largest magnitude of "
-                "its input, a finite number from 0 up: calibrate again, on other data"
-            )
-    return {layer: float(value) for layer, value in amax.items()}
-
-
-def _digest(amax: Mapping[str, float] | None) -> str | None:
-    """Tells what was calibrated from what was calibrated otherwise."""
-    if amax is None:
-        return None
-    return xxh3_128(json.dumps(dict(amax), sort_keys=True).encode()).hexdigest()
+        if q.global_scale is not None and plan.scales is not None:
+            own, needed = q.global_scale.item(), plan.scales[name].item()
+            if own != needed:
+                raise ValueError(
+                    f"{shown} has the global scale {own:g}; {needed:g} is that of the folder's "
+                    "tensor and of what servers fuse with it: make all of this folder's model, "
+                    "with the same scaling"
+                )
 
 
 def quantize_file(
@@ -186,7 +101,7 @@ def quantize_file(
             quantize, ``target`` is in the way, or another process writes it.
         OSError: no such file, no room, or the source changed while it was read.
     """
-    request = _request(format, convention, include, exclude, scaling=scaling)
+    request = request_of(format, convention, include, exclude, scaling=scaling)
     target = Path(target)
     with Files(source, "source") as files:
         if files.is_folder:
@@ -212,6 +127,7 @@ def quantize_folder(
     progress: Callable[[Progress], None] | None = None,
     activations: Mapping[str, float] | str | None = None,
     scaling: str = "amax",
+    weights: Mapping[str, ScaledTensor] | None = None,
 ) -> dict[str, Any]:
     """Quantize a folder as ``save_pretrained`` writes it, so that other programs read it.
 
@@ -236,16 +152,19 @@ def quantize_folder(
             it: with the scale of that, and experts that no token reached with the largest of their
             block; "bfloat16": they stay in high precision.
         scaling: as in :func:`quantize_file`.
+        weights: names -> tensors that are quantized already, as :func:`blockscale.gptq` makes them
+            of the folder's model with the same ``format`` and ``scaling``. All others are rounded
+            to nearest.
 
     Returns:
         The manifest of the folder, ``blockscale.manifest.json`` in it.
 
     Raises:
         ValueError: as :func:`quantize_file`; a convention that lacks the format; a folder that is
-            quantized already, or whose index names what is not there.
+            quantized already, or whose index names what is not there; ``weights`` of another model.
         OSError: no such folder, no room, or the source changed while it was read.
     """
-    request = _request(format, convention, include, exclude, activations, scaling)
+    request = request_of(format, convention, include, exclude, activations, scaling, weights)
     with Files(source, "source") as files:
         if not files.is_folder:
             raise NotADirectoryError(
@@ -259,6 +178,7 @@ def quantize_folder(
             )
         request.convention.check_model(config, "convention")
         plan = _plan(files, request)
+        _check_made(request.weights, plan)
         if plan.earlier and not request.convention.describes_itself:
             raise ValueError(
                 f"source: {show(next(iter(plan.earlier)))} is quantized already, as the header of "
@@ -281,7 +201,7 @@ class _Plan:
     """What will be made, known from headers alone."""
 
     files: Files
-    request: _Request
+    request: Request
     reasons: dict[str, str | None]  # None: quantized; else why it is copied
     earlier: dict[str, Description]  # what is quantized already
     scales: GlobalScales | None  # of formats that have them
@@ -324,7 +244,10 @@ class _Plan:
             )
             scale = self.input_scales[name.removesuffix(".weight")]
             tasks.append(
-                Quantize(name, tensor, descriptions[name], self.scales, scale, request.scaling)
+                Quantize(
+                    *(name, tensor, descriptions[name], self.scales, scale, request.scaling),
+                    request.weights.get(name),
+                )
             )
         check_names((stored for task in tasks for stored in task.stored), "source")
         told = descriptions if request.convention.describes_itself else {}
@@ -338,7 +261,7 @@ class _Plan:
         )
 
 
-def _plan(files: Files, request: _Request) -> _Plan:
+def _plan(files: Files, request: Request) -> _Plan:
     format, include, exclude = request.format, request.include, request.exclude
     earlier = described_in_headers(files, "source")
     parts = part_names(earlier)

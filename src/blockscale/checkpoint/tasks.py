@@ -9,7 +9,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -136,13 +136,14 @@ class Quantize(Task):
     """Blocks along the last dimension.
 
     ``scales``: of formats that have global scales. ``input_scale``: a value that is stored, too.
-    ``scaling``: how blocks get their scales.
+    ``scaling``: how blocks get their scales. ``made``: the result, where somebody has it already.
     """
 
     description: Description
     scales: GlobalScales | None
     input_scale: float
     scaling: str
+    made: ScaledTensor | None = None
 
     @property
     def stored(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
@@ -165,7 +166,11 @@ class Quantize(Task):
             write("input_scale", torch.tensor(self.input_scale, dtype=torch.float32))
         for start, shape in chunks(self.tensor.shape, format):
             x = source.elements(self.name, start, math.prod(shape)).view(shape)
-            q = quantize(x, format, global_scale=scalar, **how)
+            if self.made is None:
+                q = quantize(x, format, global_scale=scalar, **how)
+            else:
+                first = start // shape[-1]
+                x, q = x[0], cast(ScaledTensor, self.made[first : first + shape[1]])
             write("data", q.qdata)
             write("scale", q.scale)
             statistics.add(x, q)

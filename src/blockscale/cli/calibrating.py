@@ -1,31 +1,28 @@
-"""Input scales of a model in a folder: it runs on a text, by transformers."""
+"""The model in a folder, and a text to run it on, by transformers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.nn import Module
 
-__all__ = ["calibrated"]
+__all__ = ["model_and_batches"]
 
 #: Tokens of a sequence, most sequences, and sequences at a time.
 LENGTH, SEQUENCES, BATCH = 512, 256, 8
 
 
-def calibrated(folder: Path, text: Path | None) -> dict[str, float] | None:
-    """Largest inputs of the layers of the model in ``folder`` on a text; None without one.
+def model_and_batches(folder: Path, text: Path) -> tuple[Module, list[Tensor]]:
+    """The model in ``folder``, and a text as tokens in batches that it can be called with.
 
     Raises ValueError where transformers is missing, or the text cannot be read or is empty.
     """
-    if text is None:
-        return None
     import torch
 
-    from .. import calibrate
     from ..checks import reading
 
     try:
@@ -43,12 +40,10 @@ def calibrated(folder: Path, text: Path | None) -> dict[str, float] | None:
         raise ValueError(f"calibrate: {text} has no text; name another file")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to(device)
-    return calibrate(model.eval(), _batches(tokens.to(device)))
+    return model.eval(), _batches(tokens.to(device))
 
 
-def _batches(tokens: Tensor) -> Iterator[Tensor]:
+def _batches(tokens: Tensor) -> list[Tensor]:
     whole = len(tokens) // LENGTH * LENGTH
-    if whole:
-        yield from tokens[:whole].view(-1, LENGTH).split(BATCH)
-    if whole < len(tokens):
-        yield tokens[None, whole:]
+    batches = list(tokens[:whole].view(-1, LENGTH).split(BATCH)) if whole else []
+    return [*batches, tokens[None, whole:]] if whole < len(tokens) else batches

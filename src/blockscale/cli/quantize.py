@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json as json_module
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .calibrating import calibrated
+from .calibrating import model_and_batches
 from .conversion import progress, show_summary
+
+if TYPE_CHECKING:
+    from ..tensor import ScaledTensor
 
 __all__ = ["quantize"]
 
@@ -39,6 +42,12 @@ def quantize(
         Path | None,
         typer.Option(help="text: run the folder's model on it (transformers) for input scales"),
     ] = None,
+    gptq: Annotated[
+        bool,
+        typer.Option(
+            "--gptq", help="round weights so that outputs on the calibration text change least"
+        ),
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="print the manifest")] = False,
 ) -> None:
     """Quantize the matrices of a checkpoint, in constant memory; go on after a kill.
@@ -52,13 +61,16 @@ def quantize(
     from ..checkpoint import quantize_file, quantize_folder
 
     chosen = tuple(include or ()), tuple(exclude or ())
-    if weight_only and calibrate:
+    if weight_only and calibrate and not gptq:
         raise ValueError("calibrate: is for activations that are quantized; leave out weight-only")
+    if gptq and not calibrate:
+        raise ValueError("gptq: needs a text to run the model on; add --calibrate FILE")
     with progress("quantizing") as tell:
         if source.is_dir():
-            activations = "bfloat16" if weight_only else calibrated(source, calibrate)
+            activations, weights = _of_text(source, calibrate, format, convention, scaling, gptq)
+            given = "bfloat16" if weight_only else activations
             manifest = quantize_folder(
-                source, target, format, convention, *chosen, tell, activations, scaling
+                source, target, format, convention, *chosen, tell, given, scaling, weights
             )
         elif weight_only or calibrate:
             raise ValueError(
@@ -73,3 +85,23 @@ def quantize(
         typer.echo(json_module.dumps(manifest, indent=1))
     else:
         show_summary(target, manifest)
+
+
+def _of_text(
+    source: Path, text: Path | None, format: str, convention: str, scaling: str, gptq: bool
+) -> tuple[dict[str, float] | None, dict[str, ScaledTensor] | None]:
+    """Largest inputs of layers, where the format has a scale for them, and weights by GPTQ."""
+    if text is None:
+        return None, None
+    from .. import calibrate
+    from .. import gptq as by_gptq
+    from ..checkpoint.request import request_of
+
+    request = request_of(format, convention, (), (), scaling=scaling)
+    model, batches = model_and_batches(source, text)
+    amax = calibrate(model, batches) if request.format.has_global_scale or not gptq else None
+    if not gptq:
+        return amax, None
+    power_of_two = request.storage.divides
+    weights = by_gptq(model, batches, format, scaling=scaling, power_of_two=power_of_two)
+    return amax, weights

@@ -1,0 +1,195 @@
+"""gptq: weights rounded for the inputs that they are multiplied with."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import blockscale as bs
+from blockscale.formats import E4M3, formats
+from blockscale.gptq import round_columns
+from blockscale.rounding import decode
+
+FORMATS = tuple(formats)
+
+
+def inputs(rows: int = 512, columns: int = 128, seed: int = 0) -> Tensor:
+    """Channels that depend on each other, some of them large."""
+    all_alike = torch.Generator().manual_seed(7)
+    mix = (
+        torch.randn(columns, columns, generator=all_alike) * torch.logspace(0, -2, columns)[:, None]
+    )
+    size = torch.logspace(-1, 1, columns)[torch.randperm(columns, generator=all_alike)]
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, columns, generator=generator) @ mix * size
+
+
+def weight(rows: int = 96, columns: int = 128, seed: int = 1) -> Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * 0.02
+
+
+def error(w: Tensor, q: bs.ScaledTensor, x: Tensor) -> float:
+    return ((q.dequantize(torch.float32) - w) @ x.mT).square().sum().item()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("format", FORMATS)
+def test_inputs_that_do_not_depend_on_each_other(format: str, dtype: torch.dtype):
+    """Nothing makes up for anything: the bytes of ``quantize``."""
+    w = weight().to(dtype)
+    w[3], w[5, 10:40] = 0, 0
+    q = round_columns(w, torch.logspace(-2, 2, 128).diag(), format)
+    want = bs.quantize(w, format)
+    assert (q.shape, q.dtype, q.format) == (want.shape, dtype, want.format)
+    assert torch.equal(q.qdata.view(torch.uint8), want.qdata.view(torch.uint8))
+    assert torch.equal(q.compact_bytes(), want.compact_bytes())
+    assert q.global_scale is want.global_scale or q.global_scale == want.global_scale
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_outputs_change_less(format: str):
+    w, x, others = weight(), inputs(), inputs(seed=3)
+    moments = x.mT @ x / len(x)
+    plain, q = bs.quantize(w, format), round_columns(w, moments, format)
+    assert error(w, q, x) < 0.6 * error(w, plain, x)
+    assert error(w, q, others) < 0.7 * error(w, plain, others)
+
+
+@pytest.mark.parametrize("scaling", ["four_over_six", "search"])
+def test_scaling(scaling: str):
+    w, x = weight(), inputs()
+    moments = x.mT @ x
+    q = round_columns(w, moments, "nvfp4", scaling=scaling)
+    assert q.global_scale == bs.quantize(w, "nvfp4", scaling=scaling).global_scale
+    assert error(w, q, x) < error(w, round_columns(w, moments, "nvfp4"), x)
+
+
+def test_each_element_is_the_best_after_those_before():
+    """Of its neighbours none has a smaller error, whatever those after it would become."""
+    k = 32
+    w, x = weight(4, k).double(), inputs(64, k)
+    h = (x.mT @ x).double()
+    h += 0.01 * h.diagonal().mean() * torch.eye(k)
+    q = round_columns(w.float(), x.mT @ x, "mxfp8")
+    values, codes = q.dequantize(torch.float32).double(), q.qdata.view(torch.uint8)
+
+    def least(row: int, given: Tensor) -> float:
+        """The least error of a row that begins with these elements, all others free."""
+        n = len(given)
+        lost = w[row, :n] - given
+        after = h[:n, n:] @ torch.linalg.solve(h[n:, n:], h[n:, :n])
+        return (lost @ (h[:n, :n] - after) @ lost).item()
+
+    tried = 0
+    for row, n in product(range(4), range(1, k + 1)):
+        best = least(row, values[row, :n])
+        for code in (int(codes[row, n - 1]) + 1, int(codes[row, n - 1]) - 1):
+            if code & 0x7F > E4M3.max_code or code < 0:
+                continue
+            other, scale = values[row, :n].clone(), values[row, 0] / decode(codes[row, :1], E4M3)
+            other[-1] = decode(torch.tensor([code], dtype=torch.uint8), E4M3)[0] * scale[0]
+            assert best <= least(row, other) * (1 + 1e-4)
+            tried += 1
+    assert tried > 200
+
+
+class Block(nn.Module):
+    """As in a transformer, by name."""
+
+    def __init__(self, size: int = 64) -> None:
+        super().__init__()
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            setattr(self, name, nn.Linear(size, size))
+        self.odd, self.idle = nn.Linear(size, 9), nn.Linear(size, size)
+        self.lm_head = nn.Linear(9, 5)
+        with torch.no_grad():
+            self.k_proj.weight *= 7
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = torch.tanh(self.q_proj(x)) * self.k_proj(x) + self.v_proj(x)
+        return self.lm_head(self.odd(x + self.o_proj(mixed)))
+
+
+def model() -> Block:
+    torch.manual_seed(0)
+    return Block().bfloat16()
+
+
+BATCHES = [inputs(96, 64, seed).bfloat16() for seed in range(4)]
+LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "odd")
+
+
+@pytest.mark.parametrize("memory", [1, 1 << 30])
+def test_model(memory: int):
+    """Layers that a batch reaches; weights that servers fuse share a global scale; the model then
+    has what was made."""
+    plain, changed = model(), model()
+    made = bs.gptq(changed, BATCHES, "nvfp4", scaling="search", memory=memory)
+    assert list(made) == [f"{name}.weight" for name in LAYERS]
+    scales = {name: made[f"{name}.weight"].global_scale for name in LAYERS}
+    assert scales["q_proj"] == scales["k_proj"] == scales["v_proj"] != scales["o_proj"]
+    for name in LAYERS:
+        weight = changed.get_submodule(name).weight
+        assert torch.equal(weight, made[f"{name}.weight"].dequantize())
+        assert not changed.get_submodule(name)._forward_pre_hooks
+    assert torch.equal(changed.idle.weight, plain.idle.weight)
+    assert torch.equal(changed.lm_head.weight, plain.lm_head.weight)
+    rounded = model()
+    with torch.no_grad():
+        for name in LAYERS:
+            layer, scale = rounded.get_submodule(name), scales[name]
+            q = bs.quantize(layer.weight, "nvfp4", global_scale=scale, scaling="search")
+            layer.weight.copy_(q.dequantize())
+        x = inputs(256, 64, 9).bfloat16()
+        errors = [(each(x) - plain(x)).float().square().sum() for each in (changed, rounded)]
+    assert errors[0] < 0.7 * errors[1]
+
+
+def test_in_turns_and_at_once():
+    """The first layers have the same inputs."""
+    made = [bs.gptq(model(), BATCHES, "mxfp8", memory=memory) for memory in (1, 1 << 30)]
+    same = [
+        torch.equal(made[0][name].qdata.view(torch.uint8), made[1][name].qdata.view(torch.uint8))
+        for name in made[0]
+    ]
+    assert same[:3] == [True] * 3
+    assert not all(same)
+
+
+def test_channels_without_input():
+    """They may be anything: they are rounded to nearest."""
+    x = inputs()
+    x[:, 32:64] = 0
+    w = weight()
+    q = round_columns(w, x.mT @ x, "mxfp8")
+    nearest = bs.quantize(w, "mxfp8").qdata.view(torch.uint8)
+    assert torch.equal(q.qdata.view(torch.uint8)[:, 32:64], nearest[:, 32:64])
+    q = round_columns(w, torch.zeros(128, 128), "mxfp8")
+    assert torch.equal(q.qdata.view(torch.uint8), nearest)
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="scaling: 'search' is for nvfp4, not mxfp8"):
+        bs.gptq(model(), BATCHES, "mxfp8", scaling="search")
+    with pytest.raises(ValueError, match="scaling: got 'ms_eden'"):
+        bs.gptq(model(), BATCHES, scaling="ms_eden")
+    with pytest.raises(ValueError, match="model: has no linear layer that could be nvfp4"):
+        bs.gptq(nn.Linear(9, 9), BATCHES)
+    with pytest.raises(ValueError, match=r"batches: can be gone through once, .* runs 6 times"):
+        bs.gptq(model(), iter(BATCHES), memory=1)
+    assert bs.gptq(model(), iter(BATCHES))
+    with pytest.raises(ValueError, match="batches: no layer that can be quantized saw one"):
+        bs.gptq(model(), [])
+    bad = [BATCHES[0].clone()]
+    bad[0][3, 4] = math.nan
+    with pytest.raises(ValueError, match="q_proj: batches: give it inputs with NaN"):
+        bs.gptq(model(), bad)
+    broken = model()
+    with torch.no_grad():
+        broken.v_proj.weight[0, 0] = math.inf
+    with pytest.raises(ValueError, match="v_proj: weight: has NaN or infinities"):
+        bs.gptq(broken, BATCHES)
