@@ -20,7 +20,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 WORKERS := -n auto --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help env test quick train bench lint docs clean
+.PHONY: help env test quick exhaustive train bench lint docs clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1	\2/p' $(MAKEFILE_LIST)
@@ -33,6 +33,10 @@ test: .venv/ready ## run the test suite
 
 quick: .venv/ready ## run the tests that take little time: no kernels in the emulator
 	$(PYTEST) $(WORKERS) -q -m "not kernels and not slow"
+
+exhaustive: .venv/ready ## run the test suite with every case of every kernel: hours
+	$(PYTEST) $(WORKERS) --exhaustive
+	$(ALONE)
 
 train: .venv/ready ## train a small GPT in bf16 and in MXFP8, and compare
 	$(BIN)/blockscale train

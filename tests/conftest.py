@@ -38,18 +38,32 @@ _MARKS = {
 }
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+#: Of the cases of a test that runs kernels in the emulator, one of so many is a part of every run,
+#: and two at least; the others are run with --exhaustive.
+_ONE_OF = 3
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--exhaustive", action="store_true", help="run every case of every kernel")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     root = Path(__file__).parent
-    sampled: dict[tuple[Path, str], list[pytest.Item]] = defaultdict(list)
+    of_tests: dict[tuple[Path, str], list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("sampled"):
-            sampled[item.path, item.nodeid.partition("[")[0]].append(item)
+        of_tests[item.path, item.nodeid.partition("[")[0]].append(item)
         path = item.path.relative_to(root).as_posix()
         for mark, beginnings in _MARKS.items():
             if path.startswith(beginnings):
                 item.add_marker(mark)
-    for cases in sampled.values():
-        mark_all_but_a_sample_slow(cases)
+    for cases in of_tests.values():
+        if marker := cases[0].get_closest_marker("sampled"):
+            for case in in_no_order(cases)[marker.args[0] :]:
+                case.add_marker("slow")
+        if cases[0].get_closest_marker("kernels") and not config.option.exhaustive:
+            others = pytest.mark.skip(reason="one of the cases that --exhaustive runs")
+            for case in in_no_order(cases)[max(2, -(-len(cases) // _ONE_OF)) :]:
+                case.add_marker(others)
 
 
 def pytest_collection_finish() -> None:
@@ -80,13 +94,9 @@ def _held() -> int:
         return 0
 
 
-def mark_all_but_a_sample_slow(cases: list[pytest.Item]) -> None:
-    """Of the cases of one test. By a hash of names: a stride would meet one value of a parameter
-    only, and a case that is added changes no other's mark."""
-    marker = cases[0].get_closest_marker("sampled")
-    assert marker
-    for case in sorted(cases, key=lambda c: zlib.crc32(c.name.encode()))[marker.args[0] :]:
-        case.add_marker("slow")
+def in_no_order(cases: list[pytest.Item]) -> list[pytest.Item]:
+    """By a hash of names: a stride would meet one value of a parameter only."""
+    return sorted(cases, key=lambda case: zlib.crc32(case.name.encode()))
 
 
 @pytest.fixture(scope="module", params=["reference", "numba"])
