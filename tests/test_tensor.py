@@ -153,6 +153,9 @@ def test_equal_means_bytes_and_meaning():
         q.to(torch.float32), q[:32], q.dequantize(), make(shape=(384, 256)),
     ]  # fmt: skip
     assert not any(torch.equal(q, other) for other in others)
+    plain = q.dequantize()
+    assert not torch.equal(q, plain)
+    assert not torch.equal(plain, q)
 
 
 # --- in modules -----------------------------------------------------------------------------------

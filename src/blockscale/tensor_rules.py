@@ -264,9 +264,11 @@ def _check_copy(q: ScaledTensor, source: ScaledTensor) -> None:
         )
 
 
-def _equal(q: ScaledTensor, other: Tensor) -> bool:
-    """Bytes and meaning equal."""
-    if not isinstance(other, ScaledTensor) or q._meta() != other._meta() or q.shape != other.shape:
+def _equal(q: Tensor, other: Tensor) -> bool:
+    """Bytes and meaning equal; never those of a plain tensor, whichever comes first."""
+    if not isinstance(q, ScaledTensor) or not isinstance(other, ScaledTensor):
+        return False
+    if q._meta() != other._meta() or q.shape != other.shape:
         return False
     mine, theirs = q._parts(), other._parts()
     return mine.keys() == theirs.keys() and all(

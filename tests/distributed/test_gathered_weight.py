@@ -30,6 +30,7 @@ def found(request, tmp_path_factory):
     ("found", "name"),
     [*((2, name) for name in fsdp_ranks.CASES), *((4, name) for name in fsdp_ranks.OF_FOUR)],
     indirect=["found"],
+    scope="module",
 )
 def test_losses(found, name):
     for losses, _, _ in found:

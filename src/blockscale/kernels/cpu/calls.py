@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...error_sums import BINS, SLACK, ErrorSums
+from ...error_sums import SLACK, ErrorSums
 from ...formats import UE4M3, Format, formats
 from ...memory import memory_of
 from ...rounding import FP32_INF, FP32_ONE, float32_bits, from_float32_bits, global_scale_from_amax
@@ -292,11 +292,11 @@ def error_sums(
     def work(first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
         scratch = comparing.make_scratch(grid)
         compiled.compare_tiles(*fixed, scratch, sums.reshape(-1), first, last)
-        return scratch.counts, scratch.bins
+        return scratch.counts, comparing.bins_of(scratch)
 
     found = _run(work, grid.tiles, grid.chunk(_CHUNK))
     counts = np.sum([counts for counts, _ in found], 0).tolist()
-    bins = np.sum([bins for _, bins in found], 0).reshape(4, BINS).sum(0).tolist()
+    bins = np.sum([bins for _, bins in found], 0).tolist()
     max_abs, max_rel = np.max([counts for counts, _ in found], 0)[comparing.MAX_ABS :]
     bad = counts[comparing.NONFINITE]
     bins[0] -= bad

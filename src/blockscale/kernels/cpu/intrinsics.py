@@ -124,18 +124,25 @@ def _halved(builder, total):
 
 
 @intrinsic
-def squares16(context, array, index):
-    """Sum of squares in fp64 of 16 fp32 numbers (as int32), in the same order everywhere."""
+def squares(context, array, n):
+    """Sum of squares in fp64 of ``n`` fp32 numbers (as int32), a multiple of 16 of them.
+
+    There are 16 partial sums, of every 16th number each, in order; then upper halves of them are
+    added to lower ones until one is left.
+    """
 
     def generate(context, builder, signature, args):
-        pointer, _ = _vector_pointer(context, builder, array, *args, 16)
-        vector = ir.VectorType(ir.FloatType(), 16)
-        pointer = builder.bitcast(pointer, vector.as_pointer())
-        wide = builder.fpext(
-            builder.load(pointer, align=4, typ=vector), ir.VectorType(ir.DoubleType(), 16)
-        )
-        total = builder.fmul(wide, wide)
-        return _halved(builder, total)
+        given, lanes = ir.VectorType(ir.FloatType(), 16), ir.VectorType(ir.DoubleType(), 16)
+        total = cgutils.alloca_once_value(builder, ir.Constant(lanes, [0.0] * 16))
+        step = ir.Constant(args[1].type, 16)
+        with cgutils.for_range(builder, builder.sdiv(args[1], step)) as loop:
+            at = builder.mul(loop.index, step)
+            pointer, _ = _vector_pointer(context, builder, array, args[0], at, 16)
+            pointer = builder.bitcast(pointer, given.as_pointer())
+            wide = builder.fpext(builder.load(pointer, align=4, typ=given), lanes)
+            square = builder.fmul(wide, wide)
+            builder.store(builder.fadd(builder.load(total), square), total)
+        return _halved(builder, builder.load(total))
 
     return types.float64(array, types.intp), generate
 
