@@ -40,7 +40,7 @@ _MARKS = {
 
 #: Of the cases of a test that runs kernels in the emulator, one of so many is a part of every run,
 #: and two at least; the others are run with --exhaustive.
-_ONE_OF = 3
+_ONE_OF = 4
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

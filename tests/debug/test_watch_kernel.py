@@ -44,7 +44,7 @@ def step(recipe: bs.Recipe, folder: Path, value: float = 1.0) -> list[dict[str, 
 @pytest.mark.kernels
 @pytest.mark.parametrize(
     ("name", "arch"),
-    [("mxfp8", "sm_90a"), ("fp8_block", "sm_90a"), ("nvidia", "sm_100a")],
+    [("mxfp8", "sm_100a"), ("fp8_block", "sm_90a"), ("nvidia", "sm_100a")],
 )
 def test_as_on_a_cpu(name, arch, tmp_path, monkeypatch):
     """Lines of the first layer, as products have other orders of sums, differ in the last digit of
@@ -76,16 +76,15 @@ def test_as_on_a_cpu(name, arch, tmp_path, monkeypatch):
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("value", [math.nan, -math.inf])
-def test_nonfinite(value, tmp_path):
+def test_nonfinite(tmp_path):
     """Is named as on a CPU."""
     with emulated("sm_90a", quantizes=True), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = step(RECIPES["mxfp8"], tmp_path, value)
+        found = step(RECIPES["mxfp8"], tmp_path, -math.inf)
     first = found[0]
     assert (first["module"], first["tensor"], first["product"]) == ("0", "activations", "fprop")
     assert first["first_nonfinite"] == [70, 67]
-    assert first["first_nonfinite_value"] == ("nan" if math.isnan(value) else "-inf")
+    assert first["first_nonfinite_value"] == "-inf"
     assert first["amax"] is None
     texts = [str(w.message) for w in caught if w.category is bs.debug.NonfiniteWarning]
     assert len(texts) == 1

@@ -21,22 +21,36 @@ from blockscale.distributed.gathered_weight import GatheredWeight, Like
 from blockscale.distributed.weight_state import WeightState
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def found(request, tmp_path_factory):
-    return gather(fsdp_ranks.run, request.param, tmp_path_factory.mktemp("ranks"))
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    return gather(fsdp_ranks.run, 2, tmp_path_factory.mktemp("two"))
 
 
-@pytest.mark.parametrize(
-    ("found", "name"),
-    [*((2, name) for name in fsdp_ranks.CASES), *((4, name) for name in fsdp_ranks.OF_FOUR)],
-    indirect=["found"],
-    scope="module",
-)
-def test_losses(found, name):
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    return gather(fsdp_ranks.run, 4, tmp_path_factory.mktemp("four"))
+
+
+@pytest.fixture(params=["two", "four"])
+def found(request):
+    return request.getfixturevalue(request.param)
+
+
+def check_losses(found, name):
     for losses, _, _ in found:
         plain, quantized = losses[name]
         assert plain == quantized
         assert len(set(plain)) == len(plain)  # it trains
+
+
+@pytest.mark.parametrize("name", fsdp_ranks.CASES)
+def test_losses(two, name):
+    check_losses(two, name)
+
+
+@pytest.mark.parametrize("name", fsdp_ranks.OF_FOUR)
+def test_losses_of_four_ranks(four, name):
+    check_losses(four, name)
 
 
 def test_bytes_that_travel(found):
