@@ -13,11 +13,11 @@ import torch
 from folders import FILES, LAYER, QUANTIZED, weights
 from safetensors.torch import load_file as their_load
 from safetensors.torch import save_file
+from small_file import Ran
 from torch import Tensor
 
 import blockscale as bs
 from blockscale import checkpoint
-from conftest import Ran
 
 Cli = Callable[..., Ran]
 Q, K = QUANTIZED[:2]

@@ -11,11 +11,11 @@ import pytest
 import torch
 from folders import FILES, LAYER, QUANTIZED, weights
 from safetensors.torch import load_file as their_load
+from small_file import Ran
 
 import blockscale as bs
 from blockscale import checkpoint
 from blockscale.checkpoint import CONVENTIONS
-from conftest import Ran
 
 Cli = Callable[..., Ran]
 

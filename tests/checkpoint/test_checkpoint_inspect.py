@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from small_file import QUANTIZED, Ran, tensors
 
 import blockscale as bs
 from blockscale import checkpoint
-from conftest import QUANTIZED, Ran, tensors
 
 Cli = Callable[..., Ran]
 PNG = b"\x89PNG\r\n\x1a\n"

@@ -14,14 +14,14 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import small_file
 import torch
 from safetensors.torch import save_file
+from small_file import QUANTIZED
 
 import blockscale as bs
-import conftest
 from blockscale import checkpoint
 from blockscale.checkpoint import tasks, writer
-from conftest import QUANTIZED
 
 CALLS = ("pwrite", "write", "fsync", "replace", "unlink", "open", "posix_fallocate")
 
@@ -35,7 +35,7 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def tensors() -> dict[str, torch.Tensor]:
     """Those of the other tests, cut down."""
-    return {n: t[:2, :9] if t.dim() == 3 else t[:36] for n, t in conftest.tensors().items()}
+    return {n: t[:2, :9] if t.dim() == 3 else t[:36] for n, t in small_file.tensors().items()}
 
 
 @pytest.fixture

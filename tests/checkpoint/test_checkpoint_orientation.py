@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from small_file import Ran
 from torch import Tensor, nn
 
 import blockscale as bs
 from blockscale import checkpoint
-from conftest import Ran
 
 Cli = Callable[..., Ran]
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file as their_load
+from small_file import Ran
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -24,7 +25,6 @@ from torch import Tensor
 
 import blockscale as bs
 from blockscale import checkpoint
-from conftest import Ran
 
 warnings.filterwarnings("ignore", module="modelopt|transformers|torchao")
 logging.disable(logging.WARNING)  # of extensions of torchao, of reports of what is loaded

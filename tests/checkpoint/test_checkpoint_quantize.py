@@ -11,13 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file as their_load
 from safetensors.torch import save_file
+from small_file import QUANTIZED, Ran, tensors
 from xxhash import xxh3_128
 
 import blockscale as bs
 from blockscale import checkpoint
 from blockscale.checkpoint import tasks
 from blockscale.checkpoint.tasks import chunks
-from conftest import QUANTIZED, Ran, tensors
 
 Cli = Callable[..., Ran]
 

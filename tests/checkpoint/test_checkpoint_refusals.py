@@ -15,10 +15,10 @@ import pytest
 import torch
 from filelock import FileLock
 from safetensors.torch import save_file
+from small_file import Ran, tensors
 from test_checkpoint_header import HOSTILE
 
 from blockscale import checkpoint
-from conftest import Ran, tensors
 
 Cli = Callable[..., Ran]
 

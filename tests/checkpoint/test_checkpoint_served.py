@@ -11,13 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file as their_load
 from safetensors.torch import save_file
+from small_file import Ran
 from torch import Tensor
 
 import blockscale as bs
 from blockscale import checkpoint, reference
 from blockscale.checkpoint import fused
 from blockscale.checkpoint.fused import FUSED, fused_with
-from conftest import Ran
 
 Cli = Callable[..., Ran]
 LAYER = "model.layers.0."
