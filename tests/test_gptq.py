@@ -149,6 +149,30 @@ def test_model(memory: int):
     assert errors[0] < 0.7 * errors[1]
 
 
+def test_filter_fn():
+    """Instead of what is left alone by default; others keep their weights, and give their inputs."""
+    changed = model()
+    made = bs.gptq(changed, BATCHES, "mxfp8", filter_fn=lambda module, name: name == "k_proj")
+    assert list(made) == ["k_proj.weight"]
+    assert torch.equal(changed.q_proj.weight, model().q_proj.weight)
+    with pytest.raises(ValueError, match=r"model: has no linear layer .* filter_fn takes some"):
+        bs.gptq(model(), BATCHES, "mxfp8", filter_fn=lambda module, name: False)
+
+
+def test_a_weight_of_two_layers():
+    """Is rounded once, for the inputs of both."""
+    shared = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)).bfloat16()
+    shared[2].weight = shared[0].weight
+    w, x = shared[0].weight.detach().clone(), BATCHES[0].float()
+    with torch.no_grad():
+        y = shared[:2](BATCHES[0]).float()
+    made = bs.gptq(shared, BATCHES[:1], "mxfp8")
+    assert list(made) == ["0.weight"]
+    want = round_columns(w, x.mT @ x + y.mT @ y, "mxfp8").qdata.view(torch.uint8)
+    assert (made["0.weight"].qdata.view(torch.uint8) == want).float().mean() > 0.99  # order of sums
+    assert torch.equal(shared[2].weight, made["0.weight"].dequantize())
+
+
 def test_in_turns_and_at_once():
     """The first layers have the same inputs."""
     made = [bs.gptq(model(), BATCHES, "mxfp8", memory=memory) for memory in (1, 1 << 30)]

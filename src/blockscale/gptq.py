@@ -9,7 +9,7 @@ without an inverse of H, as in QuIP (arXiv 2307.13304, theorem 6).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -44,6 +44,7 @@ def gptq(
     format: str | Format = "nvfp4",
     *,
     scaling: str = "amax",
+    filter_fn: Callable[[torch.nn.Module, str], bool] | None = None,
     power_of_two: bool = False,
     memory: int = 4 << 30,
 ) -> dict[str, ScaledTensor]:
@@ -66,15 +67,17 @@ def gptq(
             gone through again. 128 sequences of 512 tokens are enough for most models.
         format: a name of :data:`blockscale.formats`.
         scaling: how blocks of NVFP4 get their scales, see :class:`blockscale.Quantization`.
+        filter_fn: called with each linear layer and its name; True for those to be quantized. None:
+            all but :data:`blockscale.nn.DEFAULT_EXCLUDE`.
         power_of_two: round global scales of NVFP4 up to powers of two, as convention
             "compressed-tensors" has them, which stores their reciprocals.
         memory: bytes for second moments at a time; one layer has its own at least.
 
     Returns:
         name of the weight -> quantized, (N, K) with blocks along K, for
-        :func:`blockscale.checkpoint.quantize_folder`. Missing are layers that are left alone by
-        default (:data:`blockscale.nn.DEFAULT_EXCLUDE`), that no batch reached, or whose inputs are
-        no multiple of a block, and experts in stacks.
+        :func:`blockscale.checkpoint.quantize_folder`; of a weight that layers share the first
+        name. Missing are layers that no batch reached, or whose inputs are no multiple of a block,
+        and experts in stacks.
 
     Raises:
         ValueError: no batches, no layer that can be quantized, batches that cannot be gone through
@@ -84,13 +87,18 @@ def gptq(
     choose("scaling", scaling, dict.fromkeys(WITHOUT_TRANSFORM))
     if scaling != "amax" and not fmt.has_global_scale:
         raise ValueError(f"scaling: {scaling!r} is for nvfp4, not {fmt.name}; leave it out")
-    layers = _layers(model, fmt)
+    layers = _layers(model, fmt, filter_fn)
     if not layers:
-        raise ValueError(
-            f"model: has no linear layer that could be {fmt.name}; its inputs must be a multiple "
-            f"of {fmt.block_size}, and heads, routers and embeddings are left alone"
+        why = (
+            "filter_fn takes some" if filter_fn else "heads, routers and embeddings are left alone"
         )
-    turns = list(_that_fit(layers, memory))
+        raise ValueError(
+            f"model: has no linear layer that could be {fmt.name}; inputs must be a multiple of "
+            f"{fmt.block_size}, and {why}"
+        )
+    names: dict[int, str] = {}  # of weights, the first one
+    first = {name: names.setdefault(id(layer.weight), name) for name, layer in layers.items()}
+    turns = list(_that_fit({name: layers[name] for name in names.values()}, memory))
     if len(turns) > 1 and iter(batches) is batches:
         raise ValueError(
             f"batches: can be gone through once, and the model runs {len(turns)} times, as second "
@@ -99,7 +107,7 @@ def gptq(
     scales = _global_scales(layers, fmt, room=scaling != "amax", power_of_two=power_of_two)
     done: dict[str, ScaledTensor] = {}
     for some in turns:
-        for name, moments in _second_moments(model, some, batches).items():
+        for name, moments in _second_moments(model, some, first, batches).items():
             weight = some[name].weight
             try:
                 q = round_columns(
@@ -215,14 +223,19 @@ def _nearest(
     return code | wanted.signbit() * element.sign_code, rounded
 
 
-def _layers(model: torch.nn.Module, format: Format) -> dict[str, torch.nn.Linear]:
+def _layers(
+    model: torch.nn.Module,
+    format: Format,
+    filter_fn: Callable[[torch.nn.Module, str], bool] | None,
+) -> dict[str, torch.nn.Linear]:
     why_not = default_exclusions(model)
+    takes = filter_fn or (lambda module, name: not why_not(module, name))
     return {
         name: module
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear)
-        and not why_not(module, name)
         and module.in_features % format.block_size == 0
+        and takes(module, name)
     }
 
 
@@ -261,12 +274,16 @@ def _that_fit(
 
 
 def _second_moments(
-    model: torch.nn.Module, layers: Mapping[str, torch.nn.Linear], batches: Iterable[Any]
+    model: torch.nn.Module,
+    layers: Container[str],
+    first: Mapping[str, str],
+    batches: Iterable[Any],
 ) -> dict[str, Tensor]:
-    """Sums of x x^T over the rows of the inputs of each layer."""
+    """Sums of x x^T over the rows of the inputs of layers, by the first name of their weight."""
     sums: dict[str, Tensor] = {}
 
     def look(name: str, x: Tensor) -> None:
+        name = first.get(name, "")
         if name in layers and x.numel():
             rows = x.detach().reshape(-1, x.shape[-1]).float()
             if name not in sums:

@@ -378,6 +378,15 @@ def test_gptq_by_the_command(
     for name in scales:
         scale = stored(tmp_path / "out")[name]
         assert scale == torch.tensor(found[name.removesuffix(".input_scale")]) / 2688
+    left = "--exclude=*.1.mlp.*", "--gptq", *options
+    ran = blockscale("quantize", source, tmp_path / "fewer", *given, *left)
+    assert ran.code == 0, ran.err
+    state = checkpoint.load_folder(tmp_path / "fewer")
+    assert sum(isinstance(x, bs.ScaledTensor) for x in state.values()) == 11
+    early = blockscale("quantize", source, tmp_path / "no", *given, "--exclude=nothing", "--gptq")
+    assert early.code == 2
+    assert "exclude: 'nothing' matches none" in early.err
+    assert "Loading weights" not in early.err  # it is told before a model runs
     error = blockscale("quantize", source, tmp_path / "no", "--format=mxfp8", "--gptq")
     assert error.code == 2
     assert "gptq: needs a text to run the model on; add --calibrate FILE" in error.err

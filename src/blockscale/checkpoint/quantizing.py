@@ -196,6 +196,14 @@ def quantize_folder(
         )
 
 
+def names_to_quantize(source: Path, request: Request) -> set[str]:
+    """Of the tensors of a folder; the errors of :func:`quantize_folder` that need no more."""
+    with Files(source, "source") as files:
+        request.convention.check_model(read_config(files, "source"), "convention")
+        reasons = _plan(files, request).reasons
+        return {name for name, why in reasons.items() if why is None}
+
+
 @dataclass(frozen=True)
 class _Plan:
     """What will be made, known from headers alone."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json as json_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,6 +12,7 @@ from .calibrating import model_and_batches
 from .conversion import progress, show_summary
 
 if TYPE_CHECKING:
+    from ..checkpoint.request import Request
     from ..tensor import ScaledTensor
 
 __all__ = ["quantize"]
@@ -59,6 +60,7 @@ def quantize(
     Checksums and errors go to manifests; `blockscale inspect FILE` shows them.
     """
     from ..checkpoint import quantize_file, quantize_folder
+    from ..checkpoint.request import request_of
 
     chosen = tuple(include or ()), tuple(exclude or ())
     if weight_only and calibrate and not gptq:
@@ -67,10 +69,15 @@ def quantize(
         raise ValueError("gptq: needs a text to run the model on; add --calibrate FILE")
     with progress("quantizing") as tell:
         if source.is_dir():
-            activations, weights = _of_text(source, calibrate, format, convention, scaling, gptq)
-            given = "bfloat16" if weight_only else activations
+            activations: Any = "bfloat16" if weight_only else None
+            weights = None
+            if calibrate:
+                request = request_of(format, convention, *chosen, activations, scaling)
+                found, weights = _of_text(source, calibrate, request, gptq)
+                activations = activations or found
             manifest = quantize_folder(
-                source, target, format, convention, *chosen, tell, given, scaling, weights
+                *(source, target, format, convention, *chosen, tell),
+                *(activations, scaling, weights),
             )
         elif weight_only or calibrate:
             raise ValueError(
@@ -88,20 +95,24 @@ def quantize(
 
 
 def _of_text(
-    source: Path, text: Path | None, format: str, convention: str, scaling: str, gptq: bool
+    source: Path, text: Path, request: Request, gptq: bool
 ) -> tuple[dict[str, float] | None, dict[str, ScaledTensor] | None]:
-    """Largest inputs of layers, where the format has a scale for them, and weights by GPTQ."""
-    if text is None:
-        return None, None
+    """Largest inputs of layers, where they have a scale, and weights by GPTQ."""
     from .. import calibrate
     from .. import gptq as by_gptq
-    from ..checkpoint.request import request_of
+    from ..checkpoint.quantizing import names_to_quantize
 
-    request = request_of(format, convention, (), (), scaling=scaling)
+    names = names_to_quantize(source, request)  # and what is wrong is said before a model runs
     model, batches = model_and_batches(source, text)
-    amax = calibrate(model, batches) if request.format.has_global_scale or not gptq else None
+    amax = calibrate(model, batches) if request.has_input_scale or not gptq else None
     if not gptq:
         return amax, None
-    power_of_two = request.storage.divides
-    weights = by_gptq(model, batches, format, scaling=scaling, power_of_two=power_of_two)
+    weights = by_gptq(
+        model,
+        batches,
+        request.format,
+        scaling=request.scaling,
+        filter_fn=lambda module, name: f"{name}.weight" in names,
+        power_of_two=request.storage.divides,
+    )
     return amax, weights
