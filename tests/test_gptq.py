@@ -150,7 +150,7 @@ def test_model(memory: int):
 
 
 def test_filter_fn():
-    """Instead of what is left alone by default; others keep their weights, and give their inputs."""
+    """Instead of what is left alone by default; others keep their weights."""
     changed = model()
     made = bs.gptq(changed, BATCHES, "mxfp8", filter_fn=lambda module, name: name == "k_proj")
     assert list(made) == ["k_proj.weight"]
