@@ -162,9 +162,11 @@ def test_compiled_groups(fresh):
 # --- kernels, in the emulator ---------------------------------------------------------------------
 
 
+@pytest.mark.kernels
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-@pytest.mark.parametrize(("name", "arch"), [("fp8_block", "sm_90a"), ("mxfp8", "sm_100a")])
+@pytest.mark.parametrize(
+    ("name", "arch", "dtype"), [("fp8_block", "sm_90a", BF16), ("mxfp8", "sm_100a", F32)]
+)
 def test_kernels_add(monkeypatch, name, arch, dtype):
     """Layers and experts whose kernels read what kernels have quantized; as weights of fp32 add up
     in .grad, which is rounded no more, but for the order of sums."""

@@ -27,8 +27,8 @@ def default_exclusions(model: torch.nn.Module) -> Callable[[torch.nn.Module, str
     looked_up: set[int] = set()
     shapes: dict[str, torch.Size] = {}
     for name, module in model.named_modules():
-        weight = getattr(module, "weight", None)
-        if isinstance(weight, torch.Tensor) and not torch.nn.parameter.is_lazy(weight):
+        weight = module._parameters.get("weight")  # a computed one would change by being asked for
+        if weight is not None and not torch.nn.parameter.is_lazy(weight):
             shapes[f"{name}.weight"] = weight.shape
     names = gated_by(shapes, shapes.get)
     for module in model.modules():
