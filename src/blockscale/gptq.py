@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 
 from .calibration import run, watch_inputs
-from .checks import choose
 from .formats import Element, Format, get_format
 from .fused_names import fused_with
 from .measure import amax
 from .nn.exclude import default_exclusions
-from .quantization import WITHOUT_TRANSFORM
+from .quantization import check_scaling_of_weights
 from .quantize import quantize
 from .rounding import (
     decode,
@@ -84,9 +83,7 @@ def gptq(
             again, inputs or weights that are not finite, an unknown format or scaling.
     """
     fmt = get_format(format)
-    choose("scaling", scaling, dict.fromkeys(WITHOUT_TRANSFORM))
-    if scaling != "amax" and not fmt.has_global_scale:
-        raise ValueError(f"scaling: {scaling!r} is for nvfp4, not {fmt.name}; leave it out")
+    check_scaling_of_weights(scaling, fmt)
     layers = _layers(model, fmt, filter_fn)
     if not layers:
         why = (
@@ -246,7 +243,8 @@ def _global_scale(largest: Tensor, format: Format, **how: bool) -> Tensor:
 def _global_scales(
     layers: Mapping[str, torch.nn.Linear], format: Format, **how: bool
 ) -> dict[str, Tensor]:
-    """Of each layer, one for all that servers fuse. Empty for formats without."""
+    """The global scale of each layer; layers that servers fuse share one. Empty for formats that
+    have none."""
     if not format.has_global_scale:
         return {}
     largest = {name: amax(layer.weight) for name, layer in layers.items()}

@@ -7,14 +7,14 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from .checks import check_flag, check_saved, choose
+from .formats import Format
 from .hadamard import Hadamard
 
-__all__ = ["PLAIN", "SCALINGS", "WITHOUT_TRANSFORM", "Quantization", "check_eden"]
+__all__ = ["PLAIN", "SCALINGS", "Quantization", "check_eden", "check_scaling_of_weights"]
 
 #: How a block's scale is chosen.
 SCALINGS = ("amax", "four_over_six", "search", "ms_eden")
-#: Those that take a tensor as it is.
-WITHOUT_TRANSFORM = SCALINGS[:3]
+_WITHOUT_TRANSFORM = SCALINGS[:3]
 
 
 @dataclass(frozen=True)
@@ -140,3 +140,10 @@ def check_eden(scaling: str, hadamard: Hadamard | None) -> None:
 
 
 PLAIN = Quantization()
+
+
+def check_scaling_of_weights(scaling: str, format: Format) -> None:
+    """ValueError unless weights that are kept can have such scales: no transform comes before."""
+    choose("scaling", scaling, dict.fromkeys(_WITHOUT_TRANSFORM))
+    if scaling != "amax" and not format.has_global_scale:
+        raise ValueError(f"scaling: {scaling!r} is for nvfp4, not {format.name}; leave it out")

@@ -39,7 +39,6 @@ __all__ = [
     "global_scale_from_amax",
     "multiply",
     "pack",
-    "power_of_two_above",
     "random_bits",
     "round_significand",
     "scale_bits",
@@ -307,12 +306,7 @@ def global_scale_from_amax(
     scale = xp.clip(divide(amax, _float_bits(largest, amax)), min=_MIN_GLOBAL)
     scale = xp.where(amax == 0, FP32_ONE, scale)
     scale = multiply(scale, _float_bits(ROOM, amax)) if room else scale
-    return power_of_two_above(scale) if power_of_two else scale
-
-
-def power_of_two_above(bits: Array) -> Array:
-    """The smallest power of two that is not below positive normal numbers; all as bits."""
-    return (bits + 0x7FFFFF) & FP32_INF
+    return (scale + 0x7FFFFF) & FP32_INF if power_of_two else scale
 
 
 def block_scale(

@@ -17,7 +17,7 @@ from torch import Tensor
 import blockscale as bs
 from blockscale import checkpoint, reference
 from blockscale.checkpoint import fused
-from blockscale.checkpoint.fused import FUSED, fused_with
+from blockscale.fused_names import FUSED, fused_with
 
 Cli = Callable[..., Ran]
 LAYER = "model.layers.0."

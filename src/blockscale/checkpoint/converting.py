@@ -15,10 +15,11 @@ from torch import Tensor
 
 from ..checks import choose
 from ..formats import Format, get_format
+from ..fused_names import fused_with
 from .conventions import CONVENTIONS, Convention, Scheme
 from .files import Files
 from .folders import layer_names, make_folder, read_config
-from .fused import GlobalScales, fused_with
+from .fused import GlobalScales
 from .header import show
 from .jobs import Job, Progress
 from .ours import INPUT_SCALE, KEY, metadata_for

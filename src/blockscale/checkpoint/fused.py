@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from ..formats import Format
-from ..fused_names import FUSED, fused_with
+from ..fused_names import fused_with
 from ..measure import amax
 from ..rounding import float32_bits, from_float32_bits, global_scale_from_amax
 from .files import Files
 from .header import Stored, show
 
-__all__ = ["FUSED", "GlobalScales", "fused_with", "groups_of", "stored_amax"]
+__all__ = ["GlobalScales", "groups_of", "stored_amax"]
 
 _CHUNK = 1 << 21  # elements read at a time
 _SHARD = re.compile(r"-\d+-of-\d+\.")

@@ -89,7 +89,7 @@ def quantize_file(
         scaling: how blocks of NVFP4 get their scales, see :class:`blockscale.Quantization`:
             "amax", "four_over_six", or "search", which loses least and takes ten times as long.
 
-    Weights that servers fuse get one global scale (:data:`~blockscale.checkpoint.fused.FUSED`); the
+    Weights that servers fuse get one global scale (:data:`blockscale.fused_names.FUSED`); the
     index of a checkpoint of several files, beside ``source``, says where those are.
 
     Returns:
@@ -206,7 +206,7 @@ def names_to_quantize(source: Path, request: Request) -> set[str]:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What will be made, known from headers alone."""
+    """Which tensors are quantized, and with what scales; headers alone tell."""
 
     files: Files
     request: Request
@@ -235,7 +235,7 @@ class _Plan:
         return Scheme(layers, layer_names(self.files, left), self.request.weight_only)
 
     def job(self, file: str, target: Path) -> Job:
-        """What is made of one file."""
+        """The job that makes ``target`` of one file of the source."""
         header, request = self.files.file(file).header, self.request
         tasks: list[Task] = []
         descriptions = {n: d for n, d in self.earlier.items() if n in header.tensors}

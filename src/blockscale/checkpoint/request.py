@@ -13,7 +13,7 @@ from xxhash import xxh3_128
 
 from ..checks import choose
 from ..formats import Format, formats, get_format
-from ..quantization import WITHOUT_TRANSFORM
+from ..quantization import check_scaling_of_weights
 from ..tensor import ScaledTensor
 from .conventions import CONVENTIONS, Convention
 from .header import show
@@ -25,7 +25,7 @@ __all__ = ["Request", "request_of"]
 
 @dataclass(frozen=True)
 class Request:
-    """What a caller asks for."""
+    """The arguments of a caller who wants a checkpoint quantized."""
 
     format: Format
     convention: Convention
@@ -42,12 +42,12 @@ class Request:
 
     @property
     def amax(self) -> Mapping[str, float] | None:
-        """Of the inputs of layers, where that is known."""
+        """Largest magnitudes of the inputs of layers, where the caller gave them."""
         return None if isinstance(self.activations, str) else self.activations
 
     @property
     def storage(self) -> Storage:
-        """How quantized tensors will lie in files."""
+        """How the convention stores tensors of this format."""
         return self.convention.storages[self.format.name]
 
     @property
@@ -105,9 +105,7 @@ def request_of(
         activations = _checked(activations)
     include = (include,) if isinstance(include, str) else tuple(include)
     exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude)
-    choose("scaling", scaling, dict.fromkeys(WITHOUT_TRANSFORM))
-    if scaling != "amax" and not fmt.has_global_scale:
-        raise ValueError(f"scaling: {scaling!r} is for nvfp4, not {fmt.name}; leave it out")
+    check_scaling_of_weights(scaling, fmt)
     made = {name: cast(ScaledTensor, q.cpu()) for name, q in (weights or {}).items()}
     return Request(fmt, conv, include, exclude, activations, scaling, made)
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..fused_names import fused_with
 from ..tensor import ScaledTensor
 from .files import Files
 from .folders import read_config
-from .fused import fused_with
 from .header import METADATA, build, show
 from .ours import INPUT_SCALE, describe, metadata_for
 from .reading import descriptions_of

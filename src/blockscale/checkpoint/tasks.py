@@ -79,7 +79,7 @@ class Source:
         self._seen(len(piece))
 
     def checksums(self) -> dict[str, str]:
-        """Of what was read."""
+        """The checksum of each stored tensor, as far as it was read."""
         return {name: digest.hexdigest() for name, digest in self._sums.items()}
 
 

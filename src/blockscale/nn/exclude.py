@@ -8,7 +8,7 @@ from types import MappingProxyType
 import torch
 
 from ..exclusions import ANYWHERE, LAST, WHOLE, gated_by, why_left_alone
-from .parametrized import parameters_of
+from .parametrized import parameters_of, sources_of
 
 __all__ = ["DEFAULT_EXCLUDE", "default_exclusions"]
 
@@ -27,9 +27,9 @@ def default_exclusions(model: torch.nn.Module) -> Callable[[torch.nn.Module, str
     looked_up: set[int] = set()
     shapes: dict[str, torch.Size] = {}
     for name, module in model.named_modules():
-        weight = module._parameters.get("weight")  # a computed one would change by being asked for
-        if weight is not None and not torch.nn.parameter.is_lazy(weight):
-            shapes[f"{name}.weight"] = weight.shape
+        sources = sources_of(module, "weight")
+        if len(sources) == 1 and not torch.nn.parameter.is_lazy(sources[0]):
+            shapes[f"{name}.weight"] = sources[0].shape
     names = gated_by(shapes, shapes.get)
     for module in model.modules():
         if isinstance(module, _EMBEDDINGS):

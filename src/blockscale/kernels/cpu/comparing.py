@@ -40,7 +40,7 @@ class Scratch(NamedTuple):
     slot: np.ndarray  # uint16
     counts: np.ndarray  # int64
     bins: np.ndarray
-    pairs: np.ndarray  # how often slots of two elements are ...
+    pairs: np.ndarray  # how often each two slots were counted together
 
 
 def make_scratch(geometry: Geometry) -> Scratch:
@@ -55,7 +55,7 @@ def make_scratch(geometry: Geometry) -> Scratch:
 
 
 def bins_of(scratch: Scratch) -> np.ndarray:
-    """How often each relative error occurred."""
+    """How often each relative error occurred: counts of pairs, and of single elements."""
     bins, pairs = scratch.bins.copy(), scratch.pairs.reshape(_SLOTS, _SLOTS)
     slots = pairs.sum(0, dtype=np.int64) + pairs.sum(1, dtype=np.int64)
     bins[0] += slots[0]
@@ -83,9 +83,11 @@ def _leave_out(exact, values):
 
 @compiled
 def _compare(row, values, limit, exact, error, slot, counts):
-    """Magnitudes, differences and slots of a line, and counts of it, unless some of it is not
-    finite: the largest magnitude, and the largest slot. All numbers are fp32 bits, whose order is
-    that of magnitudes."""
+    """Write magnitudes, differences and slots of a line, and add up what is counted of it, unless
+    some of it is not finite. Returns the largest magnitude, which tells that, and the largest slot.
+
+    All numbers are fp32 bits, whose order is that of magnitudes.
+    """
     mask, first = np.int32(_MASK), np.int32(_FIRST)
     zeros, were_zeros, saturated = np.int32(0), np.int32(0), np.int32(0)
     max_abs, max_rel, largest = np.int32(0), np.int32(0), np.int32(0)
