@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 
-from gpu_bench import nasty, poisoned
+from gpu_bench import ARCHITECTURES, nasty, poisoned
 
 from blockscale import emulator as em
 from blockscale import reference
@@ -16,7 +16,6 @@ from blockscale.kernels.common.gpu import Unsupported
 from blockscale.kernels.experts import calls
 from stand_in import chip
 
-ARCHITECTURES = ("sm_90a", "sm_100a")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 
-from gpu_bench import assert_same, nasty, poisoned
+from gpu_bench import ARCHITECTURES, assert_same, nasty, poisoned
 from sm90_inputs import frame_bytes
 
 import blockscale as bs
@@ -30,7 +30,6 @@ from blockscale.kernels.quantizers import dequantize_config
 from blockscale.layouts import as_bytes, get_layout
 from stand_in import chip
 
-ARCHITECTURES = ("sm_90a", "sm_100a")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = (BF16, FP16, FP32)
 FORMATS = [name for name, fmt in formats.items() if fmt.element.bits != 6]

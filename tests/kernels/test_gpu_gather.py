@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 
-from gpu_bench import assert_same, check, emulated, expected, nasty
+from gpu_bench import ARCHITECTURES, assert_same, check, emulated, expected, nasty
 
 from blockscale.formats import formats
 
-ARCHITECTURES = ("sm_90a", "sm_100a")
 COMPLETIONS = ("late", "eager", "random")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ROWS, COLUMNS, BOTH = (-1,), (-2,), (-1, -2)

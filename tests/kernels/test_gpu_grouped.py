@@ -22,7 +22,7 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 import cutlass
 from cutlass import Int32, cute
 from cutlass.cute.runtime import make_fake_stream
-from gpu_bench import assert_same, check, emulated, expected, nasty
+from gpu_bench import ARCHITECTURES, assert_same, check, emulated, expected, nasty
 
 from blockscale import emulator as em
 from blockscale.formats import formats
@@ -34,7 +34,6 @@ from blockscale.kernels.quantizers.config import Request
 from blockscale.kernels.quantizers.groups import find_rows
 from stand_in import chip
 
-ARCHITECTURES = ("sm_90a", "sm_100a")
 COMPLETIONS = ("late", "eager", "random")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ROWS, COLUMNS, BOTH = (-1,), (-2,), (-1, -2)

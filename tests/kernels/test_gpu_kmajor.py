@@ -10,13 +10,12 @@ from torch import Tensor
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 
-from gpu_bench import assert_same, emulated, expected, nasty, produced
+from gpu_bench import ARCHITECTURES, assert_same, emulated, expected, nasty, produced
 
 from blockscale.dtypes import BFLOAT16
 from blockscale.formats import formats
 from blockscale.kernels.quantizers.config import Request, choose_config
 
-ARCHITECTURES = ("sm_90a", "sm_100a")
 COMPLETIONS = ("late", "eager", "random")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 COLUMNS, BOTH = (-2,), (-1, -2)

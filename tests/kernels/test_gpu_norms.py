@@ -14,7 +14,7 @@ from torch import Tensor
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 
-from gpu_bench import assert_same, expected, nasty, poisoned
+from gpu_bench import ARCHITECTURES, assert_same, expected, nasty, poisoned
 
 import blockscale as bs
 from blockscale import emulator as em
@@ -33,7 +33,6 @@ from blockscale.kernels.quantizers.statistics_config import (
 )
 from stand_in import chip, emulated
 
-ARCHITECTURES = ("sm_90a", "sm_100a")
 COMPLETIONS = ("late", "eager", "random")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ROWS, COLUMNS, BOTH = (-1,), (-2,), (-1, -2)

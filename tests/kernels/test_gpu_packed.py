@@ -8,12 +8,11 @@ import torch
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 
-from gpu_bench import assert_same, check, emulated, expected, nasty
+from gpu_bench import ARCHITECTURES, assert_same, check, emulated, expected, nasty
 
 from blockscale import reference
 from blockscale.formats import formats
 
-ARCHITECTURES = ("sm_90a", "sm_100a")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 COLUMNS, BOTH = (-2,), (-1, -2)
 MIXED = ("tcgen05", "compact")

@@ -8,14 +8,13 @@ import torch
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 
-from gpu_bench import check, emulated, nasty
+from gpu_bench import ARCHITECTURES, check, emulated, nasty
 
 from blockscale.formats import formats
 from blockscale.kernels.quantizers import calls as quantizers
 from blockscale.kernels.quantizers.calls import Request
 from stand_in import chip
 
-ARCHITECTURES = ("sm_90a", "sm_100a")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 BOTH = (-1, -2)
 

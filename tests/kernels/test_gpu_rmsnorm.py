@@ -9,7 +9,7 @@ from torch import Tensor
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 
-from gpu_bench import assert_same, nasty, poisoned
+from gpu_bench import ARCHITECTURES, assert_same, nasty, poisoned
 
 from blockscale import emulator as em
 from blockscale import reference
@@ -23,7 +23,6 @@ from blockscale.kernels.quantizers.config import Request
 from blockscale.layouts import as_bytes, get_layout
 from stand_in import chip
 
-ARCHITECTURES = ("sm_90a", "sm_100a")
 MACHINE: dict[str, int] = {}
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 EPS = 1e-6

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 
-from gpu_bench import poisoned
+from gpu_bench import ARCHITECTURES, poisoned
 
 import blockscale as bs
 from blockscale import emulator as em
@@ -20,7 +20,6 @@ from blockscale.kernels.experts import calls
 from blockscale.kernels.experts.route_config import choose_route
 from stand_in import chip, emulated
 
-ARCHITECTURES = ("sm_90a", "sm_100a")
 INT64, INT32 = torch.int64, torch.int32
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 
-from gpu_bench import check, nasty, poisoned, produced
+from gpu_bench import ARCHITECTURES, check, nasty, poisoned, produced
 
 from blockscale import emulator as em
 from blockscale import reference
@@ -19,7 +19,6 @@ from blockscale.formats import formats
 from blockscale.kernels.quantizers import calls as quantizers
 from stand_in import chip
 
-ARCHITECTURES = ("sm_90a", "sm_100a")
 COMPLETIONS = ("late", "eager", "random")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ROWS, COLUMNS, BOTH = (-1,), (-2,), (-1, -2)
