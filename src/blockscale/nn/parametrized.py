@@ -46,8 +46,7 @@ def sources_of(module: torch.nn.Module, name: str) -> list[torch.nn.Parameter]:
     lists = _lists(module)
     if name in lists:
         return _held(lists[name])
-    parameter = module._parameters.get(name)
-    return [] if parameter is None else [parameter]
+    return [parameter for own, parameter in _named(module) if own == name]
 
 
 def _lists(module: torch.nn.Module) -> Any:
@@ -56,4 +55,9 @@ def _lists(module: torch.nn.Module) -> Any:
 
 
 def _held(module: torch.nn.Module) -> list[torch.nn.Parameter]:
-    return [p for p in module._parameters.values() if p is not None]
+    return [parameter for _, parameter in _named(module)]
+
+
+def _named(module: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    """Parameters that a module holds itself: of a scripted one, ``_parameters`` has but items."""
+    return [(name, p) for name, p in module._parameters.items() if p is not None]
