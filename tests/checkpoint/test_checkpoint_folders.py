@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -274,6 +275,20 @@ def test_a_target_in_the_way(source: Path, tmp_path: Path, blockscale: Cli):
     refused(blockscale("quantize", source, target, "--format", "nvfp4"), "target: ", "is not what")
 
 
+def test_room_for_the_whole_folder_is_asked_for_first(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blockscale: Cli
+):
+    """Not for one file after the other: the last would be told of a full disk an hour later."""
+    whole = sum((source / name).stat().st_size for name in FILES)
+    usage = type(shutil.disk_usage(tmp_path))(10**9, 10**9, whole // 2 - 1000)  # enough for one
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    ran = blockscale("quantize", source, tmp_path / "out", "--format", "mxfp8")
+    refused(ran, "target: ", f"{tmp_path / 'out'} needs", "free some space")
+    assert not list(tmp_path.glob("out*/*.safetensors*"))
+    usage = type(usage)(10**9, 10**9, whole)
+    checkpoint.quantize_folder(source, tmp_path / "out", "mxfp8")
+
+
 def test_a_quantized_folder_is_not_quantized(source: Path, tmp_path: Path):
     checkpoint.quantize_folder(source, tmp_path / "a", "nvfp4", "modelopt")
     with pytest.raises(ValueError, match=r"source: .* is quantized already"):
@@ -371,6 +386,10 @@ def test_calibrated(source: Path, tmp_path: Path, blockscale: Cli):
     refused(ran, "calibrate: is for folders")
     ran = blockscale("quantize", source, tmp_path / "no", "--format=nvfp4", "--calibrate=none.txt")
     refused(ran, "calibrate: ", "none.txt")
+    text = source / "tokenizer.json"
+    (tmp_path / "file").touch()
+    ran = blockscale("quantize", source, tmp_path / "file", "--format=nvfp4", f"--calibrate={text}")
+    refused(ran, "target: ", "is a file")  # said before a model runs
 
 
 @pytest.mark.parametrize("scaling", ["four_over_six", "search"])

@@ -21,9 +21,9 @@ from .jobs import Job, Progress, run_jobs
 from .manifest import manifest_path
 from .storage import check_names
 from .summary import Summary
-from .writer import beside, locked, replacing, sync_directory
+from .writer import beside, check_space, locked, replacing, sync_directory
 
-__all__ = ["MANIFEST", "layer_names", "make_folder", "read_config"]
+__all__ = ["MANIFEST", "check_place", "layer_names", "make_folder", "read_config"]
 
 CONFIG = "config.json"
 #: What says how a checkpoint is quantized: never copied.
@@ -81,7 +81,7 @@ def make_folder(
 
     ``config`` is that of the source, ``configuration`` what is put into it and into other files.
     """
-    _check_place(files, target)
+    check_place(files, target)
     others, weights = files.beside()
     if not config and any("config.json" in name for name in configuration):
         raise ValueError(
@@ -100,6 +100,7 @@ def make_folder(
             _make_work(work)
         else:
             _check_finished(target, jobs, texts, copied)
+        check_space(target, {each.target: each.header.file_size for each in jobs})
         summary, made = Summary(), []
         for file in run_jobs(files, jobs, tell):
             summary.add(file)
@@ -117,7 +118,7 @@ def make_folder(
         return manifest
 
 
-def _check_place(files: Files, target: Path) -> None:
+def check_place(files: Files, target: Path) -> None:
     """ValueError unless ``target`` can be made, or is a folder and not the source."""
     if target.is_file():
         raise ValueError(f"target: {target} is a file; choose another name")

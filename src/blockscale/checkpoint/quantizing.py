@@ -13,7 +13,7 @@ from ..formats import Format
 from ..tensor import ScaledTensor
 from .conventions import Scheme
 from .files import Files
-from .folders import layer_names, make_folder, read_config
+from .folders import check_place, layer_names, make_folder, read_config
 from .fused import GlobalScales, groups_of, stored_amax
 from .header import TORCH_DTYPES, show
 from .input_scales import InputScales
@@ -196,9 +196,10 @@ def quantize_folder(
         )
 
 
-def names_to_quantize(source: Path, request: Request) -> set[str]:
+def names_to_quantize(source: Path, target: Path, request: Request) -> set[str]:
     """Of the tensors of a folder; the errors of :func:`quantize_folder` that need no more."""
     with Files(source, "source") as files:
+        check_place(files, target)
         request.convention.check_model(read_config(files, "source"), "convention")
         reasons = _plan(files, request).reasons
         return {name for name, why in reasons.items() if why is None}

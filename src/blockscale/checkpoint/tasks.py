@@ -9,6 +9,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any, cast
 
 import torch
@@ -38,8 +39,9 @@ __all__ = [
     "writer_of",
 ]
 
-# Elements. The reference, where numba is missing, needs some 500 bytes for each.
-CHUNK = 1 << 21
+# Elements: so many that Python's half a millisecond a chunk is little. The reference, which works
+# where numba is missing, needs some 500 bytes for each.
+CHUNK = 1 << 22 if find_spec("numba") else 1 << 20
 _ROWS = 128  # chunks start at multiples of it: no block of any format is cut
 
 

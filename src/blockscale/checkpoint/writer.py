@@ -39,6 +39,7 @@ from .reader import Reader
 
 __all__ = [
     "Output",
+    "check_space",
     "format_bytes",
     "locked",
     "replacing",
@@ -186,7 +187,7 @@ class Output:
         identity = {**identity, "header": self.header_checksum}
         self._identity = json.loads(json.dumps(identity))  # as it will be read back
         self.records, self.note = self._find_earlier()
-        self._check_space()
+        check_space(target, {target: header.file_size})
         self._log, self._file, self._lock = -1, -1, threading.Lock()
         with self._explained():
             self._open(head)
@@ -215,15 +216,6 @@ class Output:
             return {}, "started anew: the unfinished file is damaged"
         whole = {name: r for name, r in whole.items() if self._is_current(name, r)}
         return whole, f"resumed: {len(whole)} tensors are finished" if whole else ""
-
-    def _check_space(self) -> None:
-        have = self._partial.stat().st_blocks * 512 if self._partial.exists() else 0
-        need, free = self._header.file_size - have, shutil.disk_usage(self._target.parent).free
-        if need > free:
-            raise OSError(
-                f"target: {self._target} needs {format_bytes(need)}, but only {format_bytes(free)} "
-                "are free there; free some space, or choose another place"
-            )
 
     def _open(self, head: bytes) -> None:
         flags, fresh = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), not self.records
@@ -297,6 +289,25 @@ class Output:
             sync_directory(self._target.parent)
             self._journal.unlink()
         self._close(discard=False)
+
+
+def check_space(target: Path, sizes: Mapping[Path, int]) -> None:
+    """OSError unless all files of ``target`` will have room; what is there of them counts."""
+    need = sum(max(size - _held(path), 0) for path, size in sizes.items())
+    free = shutil.disk_usage(target.parent).free
+    if need > free:
+        raise OSError(
+            f"target: {target} needs {format_bytes(need)}, but only {format_bytes(free)} are free "
+            "there; free some space, or choose another place"
+        )
+
+
+def _held(path: Path) -> int:
+    """Bytes of the disk that a file has, finished or not."""
+    partial = beside(path, ".partial")
+    if path.exists():
+        return path.stat().st_size
+    return partial.stat().st_blocks * 512 if partial.exists() else 0
 
 
 def _intact(record: Mapping[str, Any], file: Reader) -> bool:

@@ -73,7 +73,7 @@ def quantize(
             weights = None
             if calibrate:
                 request = request_of(format, convention, *chosen, activations, scaling)
-                found, weights = _of_text(source, calibrate, request, gptq)
+                found, weights = _of_text(source, target, calibrate, request, gptq)
                 activations = activations or found
             manifest = quantize_folder(
                 *(source, target, format, convention, *chosen, tell),
@@ -95,14 +95,15 @@ def quantize(
 
 
 def _of_text(
-    source: Path, text: Path, request: Request, gptq: bool
+    source: Path, target: Path, text: Path, request: Request, gptq: bool
 ) -> tuple[dict[str, float] | None, dict[str, ScaledTensor] | None]:
     """Largest inputs of layers, where they have a scale, and weights by GPTQ."""
     from .. import calibrate
     from .. import gptq as by_gptq
     from ..checkpoint.quantizing import names_to_quantize
 
-    names = names_to_quantize(source, request)  # and what is wrong is said before a model runs
+    # what is wrong is said before a model runs
+    names = names_to_quantize(source, target, request)
     model, batches = model_and_batches(source, text)
     amax = calibrate(model, batches) if request.has_input_scale or not gptq else None
     if not gptq:
