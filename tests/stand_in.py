@@ -58,8 +58,14 @@ def gpu(
 
 
 @contextmanager
-def emulated(arch: str, *, quantizes: bool = False) -> Iterator[list[Any]]:
-    """A GPU of ``arch`` that is the emulator; the configurations of kernels that it ran."""
+def emulated(
+    arch: str, *, quantizes: bool = False, multiprocessors: int | None = 8
+) -> Iterator[list[Any]]:
+    """A GPU of ``arch`` that is the emulator; the configurations of kernels that it ran.
+
+    It has few ``multiprocessors``: persistent kernels have a CTA on each, and one that finds no
+    tile takes as long as any other.
+    """
     launched: list[Any] = []
 
     def counted(config: Any) -> Callable[..., None]:
@@ -72,7 +78,7 @@ def emulated(arch: str, *, quantizes: bool = False) -> Iterator[list[Any]]:
         return run
 
     with (
-        gpu(arch, counted, quantizes=quantizes),
+        gpu(arch, counted, multiprocessors=multiprocessors, quantizes=quantizes),
         em.cutedsl(em.Device(arch, check="all,exit_stores")),
     ):
         yield launched

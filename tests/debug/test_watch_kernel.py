@@ -30,7 +30,7 @@ RECIPES = {
 def step(recipe: bs.Recipe, folder: Path, value: float = 1.0) -> list[dict[str, Any]]:
     """Lines of one watched step."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 64)).to(torch.bfloat16)
+    model = nn.Sequential(nn.Linear(128, 64)).to(torch.bfloat16)
     bs.convert(model, recipe)
     x = torch.randn(80, 128).to(torch.bfloat16) * torch.logspace(-3, 1, 128).to(torch.bfloat16)
     x[40:50, :30] = 0
@@ -47,8 +47,8 @@ def step(recipe: bs.Recipe, folder: Path, value: float = 1.0) -> list[dict[str, 
     [("mxfp8", "sm_100a"), ("fp8_block", "sm_90a"), ("nvidia", "sm_100a")],
 )
 def test_as_on_a_cpu(name, arch, tmp_path, monkeypatch):
-    """Lines of the first layer, as products have other orders of sums, differ in the last digit of
-    one number at most: sums of squares have other orders, too."""
+    """Lines differ in the last digit of one number at most, as sums of squares have other orders;
+    those of gradients in more, as products have, too."""
     plans = []
     made = layer_plan.LayerPlan.__init__
 
@@ -59,13 +59,12 @@ def test_as_on_a_cpu(name, arch, tmp_path, monkeypatch):
     monkeypatch.setattr(layer_plan.LayerPlan, "__init__", counted)
     with emulated(arch, quantizes=True) as launched:
         found = step(RECIPES[name], tmp_path / "gpu")
-    assert len(plans) == 2  # both layers went by plans
+    assert len(plans) == 1
     watched = [config for config in launched if isinstance(config, WatchConfig)]
-    assert len(watched) == len(found) == 12
+    assert len(watched) == len(found) == 6
     wanted = step(RECIPES[name], tmp_path / "cpu")
-    assert [line["module"] for line in found] == [line["module"] for line in wanted]
     for got, want in zip(found, wanted, strict=True):
-        if got["module"] == "0" and got["tensor"] != "gradients":
+        if got["tensor"] != "gradients":
             if want["sqnr_db"] is not None:  # else nobody has the values
                 assert got.pop("sqnr_db") == pytest.approx(want.pop("sqnr_db"), rel=1e-12)
             assert got == want
