@@ -54,7 +54,7 @@ def codes(q):
 
 def block_scales(q):
     """float64 value of block scale times global scale, for every element of a vector."""
-    scale = rounding.from_float32_bits(rounding.decode_scale(q.scale, q.format.scale)).double()
+    scale = rounding.decode_scale(q.scale, q.format.scale).double()
     scale = scale * (1.0 if q.global_scale is None else q.global_scale.double())
     return scale.repeat_interleave(q.format.block_size)
 
@@ -331,9 +331,7 @@ def test_stochastic_rounding_is_unbiased(name):
     q = bs.quantize(x, name, seed=1234, global_scale=scalar)
     scale = q.dequantize()[0].double()
     spec = exact.SPECS[q.format.element.name]
-    first = rounding.from_float32_bits(rounding.decode_scale(q.scale, q.format.scale))[
-        0, 0
-    ].double()
+    first = rounding.decode_scale(q.scale, q.format.scale)[0, 0].double()
     first = first * (scalar or 1.0)
     step = torch.from_numpy(exact.step_at((row.double() / first).numpy(), spec)) * first
     error = (q.dequantize(torch.float64).mean(0) - row.double()).abs()

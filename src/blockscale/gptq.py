@@ -22,14 +22,7 @@ from .measure import amax
 from .nn.exclude import default_exclusions
 from .quantization import check_scaling_of_weights
 from .quantize import quantize
-from .rounding import (
-    decode,
-    decode_scale,
-    float32_bits,
-    from_float32_bits,
-    global_scale_from_amax,
-    pack,
-)
+from .rounding import decode, decode_scale, global_scale_from_amax, pack
 from .tensor import ScaledTensor
 
 __all__ = ["gptq", "round_columns"]
@@ -101,7 +94,7 @@ def gptq(
             f"batches: can be gone through once, and the model runs {len(turns)} times, as second "
             f"moments take more than {memory} bytes; pass a list, or more memory"
         )
-    scales = _global_scales(layers, fmt, room=scaling != "amax", power_of_two=power_of_two)
+    scales = _global_scales(layers, fmt, scaling, power_of_two=power_of_two)
     done: dict[str, ScaledTensor] = {}
     for some in turns:
         for name, moments in _second_moments(model, some, first, batches).items():
@@ -150,7 +143,7 @@ def round_columns(
     if not w.isfinite().all():
         raise ValueError("weight: has NaN or infinities; leave the layer out, or repair it")
     if fmt.has_global_scale and global_scale is None:
-        global_scale = _global_scale(amax(w), fmt, room=scaling != "amax")
+        global_scale = global_scale_from_amax(amax(w), fmt, scaling)
     lost = torch.zeros_like(w)  # weight - rounded, of columns that are done
     data, scale = [], []
     step, table = fmt.block[1], _table(fmt.element, w.device)
@@ -202,7 +195,7 @@ def _table(element: Element, device: torch.device) -> tuple[Tensor, Tensor]:
 def _factors(q: ScaledTensor) -> tuple[Tensor, Tensor]:
     """What elements of each row of ``q``, one block wide, are multiplied with, and its
     reciprocal: 0 for blocks of zeros."""
-    scale = from_float32_bits(decode_scale(q.scale, q.format.scale))[:, 0]
+    scale = decode_scale(q.scale, q.format.scale)[:, 0]
     scale = scale if q.global_scale is None else scale * q.global_scale
     scale = scale.repeat_interleave(q.format.block[0])[: q.shape[0]]
     return scale, torch.where(scale == 0, 0, (1 / scale).clamp(max=torch.finfo(scale.dtype).max))
@@ -236,12 +229,8 @@ def _layers(
     }
 
 
-def _global_scale(largest: Tensor, format: Format, **how: bool) -> Tensor:
-    return from_float32_bits(global_scale_from_amax(float32_bits(largest), format, **how))
-
-
 def _global_scales(
-    layers: Mapping[str, torch.nn.Linear], format: Format, **how: bool
+    layers: Mapping[str, torch.nn.Linear], format: Format, scaling: str, *, power_of_two: bool
 ) -> dict[str, Tensor]:
     """The global scale of each layer; layers that servers fuse share one. Empty for formats that
     have none."""
@@ -251,7 +240,9 @@ def _global_scales(
     scales = {}
     for name in layers:
         group = [largest[each] for each in fused_with(name) if each in largest]
-        scales[name] = _global_scale(torch.stack(group).amax(), format, **how)
+        scales[name] = global_scale_from_amax(
+            torch.stack(group).amax(), format, scaling, power_of_two=power_of_two
+        )
     return scales
 
 

@@ -295,18 +295,18 @@ def _e8m0_bits(byte: Array) -> Array:
 
 
 def global_scale_from_amax(
-    amax: Array, format: Format, *, room: bool = False, power_of_two: bool = False
+    amax: Array, format: Format, scaling: str = "amax", *, power_of_two: bool = False
 ) -> Array:
-    """Bits of ``amax / (largest scale * largest element)``; 1 where amax is 0; at least 2^-117.
+    """``amax / (largest scale * largest element)`` in fp32; 1 where amax is 0; at least 2^-117.
 
-    ``room``: :data:`ROOM` times that. ``power_of_two``: rounded up to one.
+    Other ``scaling`` than by amax: :data:`ROOM` times that. ``power_of_two``: rounded up to one.
     """
-    largest = E4M3.max * format.element.max
-    xp = namespace(amax)
-    scale = xp.clip(divide(amax, _float_bits(largest, amax)), min=_MIN_GLOBAL)
-    scale = xp.where(amax == 0, FP32_ONE, scale)
-    scale = multiply(scale, _float_bits(ROOM, amax)) if room else scale
-    return (scale + 0x7FFFFF) & FP32_INF if power_of_two else scale
+    xp, bits = namespace(amax), float32_bits(amax)
+    largest = _float_bits(E4M3.max * format.element.max, bits)
+    scale = xp.clip(divide(bits, largest), min=_MIN_GLOBAL)
+    scale = xp.where(bits == 0, FP32_ONE, scale)
+    scale = scale if scaling == "amax" else multiply(scale, _float_bits(ROOM, bits))
+    return from_float32_bits((scale + 0x7FFFFF) & FP32_INF if power_of_two else scale)
 
 
 def block_scale(
@@ -353,10 +353,10 @@ def scale_bits(code: Array, scale: Scale) -> Array:
 
 
 def decode_scale(stored: Array, scale: Scale) -> Array:
-    """fp32 bits (int64) of a tensor of stored scales, in ``scale.dtype``."""
+    """fp32 values of stored scales, in ``scale.dtype``; exact."""
     if scale is FP32:
-        return float32_bits(stored)
-    return scale_bits(_int64(bits_as(stored, UINT8)), scale)
+        return stored
+    return from_float32_bits(scale_bits(_int64(bits_as(stored, UINT8)), scale))
 
 
 # --- stochastic rounding --------------------------------------------------------------------------

@@ -296,7 +296,7 @@ def _plan(files: Files, request: Request) -> _Plan:
             lambda name: stored_amax(files, name),
             format,
             power_of_two=request.storage.divides,
-            room=request.scaling != "amax",
+            scaling=request.scaling,
         )
     layers = [name.removesuffix(".weight") for name, why in reasons.items() if why is None]
     input_scales = InputScales(layers, request.amax, format)
