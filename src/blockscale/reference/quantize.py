@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..formats import FP32, GROUP_TILE, Format, padded_groups
+from ..philox import random_bits
 from ..rounding import (
     FP32_INF,
     block_scale,
@@ -20,7 +21,6 @@ from ..rounding import (
     global_scale_from_amax,
     multiply,
     pack,
-    random_bits,
     unpack,
 )
 from ..seed import Numbers
