@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..ours import STORAGES
-from .convention import Convention, Json, Scheme
+from .convention import Convention, Json, Scheme, model_config
 
 __all__ = ["BLOCKSCALE"]
 
@@ -16,7 +16,7 @@ def _configure(scheme: Scheme) -> dict[str, Json]:
         "weight_only": scheme.weight_only,
         "modules_to_not_convert": list(scheme.left_alone),
     }
-    return {"config.json": {"quantization_config": config}}
+    return model_config(config)
 
 
 BLOCKSCALE = Convention(
