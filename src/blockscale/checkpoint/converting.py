@@ -21,11 +21,11 @@ from .files import Files
 from .folders import layer_names, make_folder, read_config
 from .fused import GlobalScales
 from .header import show
-from .jobs import Job, Progress
+from .jobs import Job, Progress, job_of
 from .ours import INPUT_SCALE, KEY, metadata_for
 from .reading import convention_of, descriptions_of
 from .rewriting import Dequantize, Requantize, Rewrite, quantized_amax
-from .storage import Description, check_names, part_names
+from .storage import Description, part_names
 from .tasks import Copy, Task
 
 __all__ = ["HIGH_PRECISION", "convert_folder"]
@@ -323,22 +323,15 @@ class _Plan:
 
     def job(self, file: str, target: Path) -> Job:
         """What is made of one file: tensors that have their data there."""
-        header, owners, parts = self.files.file(file).header, self._owners, self._parts
+        reader, owners, parts = self.files.file(file), self._owners, self._parts
         tasks: list[Task] = []
         made: dict[str, Description] = {}
-        for stored, tensor in header.tensors.items():
+        for stored, tensor in reader.header.tensors.items():
             if stored in owners:
                 tasks.append(self._task(owners[stored]))
                 if self.convention is not None and self.convention.describes_itself:
                     made[owners[stored]] = self.made(owners[stored])
             elif stored not in parts:
                 tasks.append(Copy(stored, tensor, "not quantized"))
-        check_names((stored for task in tasks for stored in task.stored), "source")
-        metadata = {key: value for key, value in header.metadata.items() if key != KEY}
-        source = {"name": file, "size": header.file_size}
-        return Job(
-            target,
-            tuple(tasks),
-            metadata_for(made, metadata),
-            {**self.options, "source": source},
-        )
+        metadata = {key: text for key, text in reader.header.metadata.items() if key != KEY}
+        return job_of(reader, target, tasks, metadata_for(made, metadata), self.options)

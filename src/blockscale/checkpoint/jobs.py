@@ -11,6 +11,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,10 +24,11 @@ from .header import Header, build
 from .manifest import VERSION, read_manifest, stale_tensors
 from .reader import Reader
 from .statistics import error_bin_edges
+from .storage import check_names
 from .tasks import Source, Task
 from .writer import Output, beside
 
-__all__ = ["Job", "Progress", "run_jobs"]
+__all__ = ["Job", "Progress", "check_distinct", "job_of", "run_jobs"]
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,23 @@ class Job:
     def identity(self) -> dict[str, Any]:
         """All that decides about its bytes but those of the source."""
         return {"blockscale": _version(), **self.options}
+
+
+def job_of(
+    file: Reader,
+    target: Path,
+    tasks: Sequence[Task],
+    metadata: Mapping[str, str],
+    options: Mapping[str, Any],
+    about: Mapping[str, Any] = MappingProxyType({}),
+) -> Job:
+    """The job that makes ``target`` of one file of the source, which the manifest then names.
+
+    Raises ValueError where two tasks would write a tensor of one name.
+    """
+    check_names((stored for task in tasks for stored in task.stored), "source")
+    source = {"name": file.path.name, "size": file.header.file_size}
+    return Job(target, tuple(tasks), metadata, {**options, "source": source}, about)
 
 
 def _version() -> str:

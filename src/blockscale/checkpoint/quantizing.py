@@ -17,13 +17,13 @@ from .folders import check_place, layer_names, make_folder, read_config
 from .fused import GlobalScales, groups_of, stored_amax
 from .header import TORCH_DTYPES, show
 from .input_scales import InputScales
-from .jobs import Job, Progress, check_distinct, run_jobs
+from .jobs import Job, Progress, check_distinct, job_of, run_jobs
 from .orientation import outputs_last
 from .ours import INPUT_SCALE, metadata_for
 from .reading import described_in_headers
 from .request import Request, request_of
 from .selection import reason, select, why_nothing
-from .storage import Description, check_names, part_names
+from .storage import Description, part_names
 from .tasks import Copy, Quantize, Task
 from .writer import locked
 
@@ -237,8 +237,8 @@ class _Plan:
 
     def job(self, file: str, target: Path) -> Job:
         """The job that makes ``target`` of one file of the source."""
-        header, request = self.files.file(file).header, self.request
-        tasks: list[Task] = []
+        reader, request = self.files.file(file), self.request
+        header, tasks = reader.header, list[Task]()
         descriptions = {n: d for n, d in self.earlier.items() if n in header.tensors}
         for name, tensor in header.tensors.items():
             why = self.reasons[name]
@@ -258,16 +258,9 @@ class _Plan:
                     request.weights.get(name),
                 )
             )
-        check_names((stored for task in tasks for stored in task.stored), "source")
         told = descriptions if request.convention.describes_itself else {}
-        source = {"name": file, "size": header.file_size}
-        return Job(
-            target,
-            tuple(tasks),
-            metadata_for(told, header.metadata),
-            {**request.options, "source": source},
-            self.about,
-        )
+        metadata = metadata_for(told, header.metadata)
+        return job_of(reader, target, tasks, metadata, request.options, self.about)
 
 
 def _plan(files: Files, request: Request) -> _Plan:
