@@ -65,7 +65,7 @@ def _expert(layer: str) -> tuple[Key, str] | None:
 
 
 def _experts(amax: Mapping[str, float]) -> tuple[dict[tuple[Key, str], float], dict[Key, float]]:
-    """Of each expert, and the largest of a block's experts."""
+    """The magnitude of each expert, and the largest of those of a block."""
     each: dict[tuple[Key, str], float] = {}
     largest: dict[Key, float] = {}
     for layer, value in amax.items():

@@ -87,7 +87,7 @@ class Job:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """All that decides about its bytes but those of the source."""
+        """What decides about the bytes of the file, beside those of the source."""
         return {"blockscale": _version(), **self.options}
 
 
@@ -140,7 +140,10 @@ def run_jobs(files: Files, jobs: Sequence[Job], tell: Tell) -> Iterator[dict[str
 
 
 def _finish_first(open_: deque[_Open]) -> dict[str, Any]:
-    """It is closed then, whatever becomes of the one who is given the manifest."""
+    """Finish the file that was begun first, and forget it; returns its manifest.
+
+    Nothing is left to close then, even where the caller fails on the manifest.
+    """
     manifest = open_[0].finish()
     open_.popleft()
     return manifest
@@ -159,7 +162,7 @@ class _Counter:
         self._lock = threading.Lock()
 
     def add(self, count: int, name: str = "", note: str = "", tensors: int = 0) -> None:
-        """So many bytes of a tensor more, or so many tensors."""
+        """Count bytes of a tensor that were dealt with, or tensors that are finished."""
         with self._lock:
             self._bytes += count
             self._done += tensors

@@ -197,7 +197,10 @@ def quantize_folder(
 
 
 def names_to_quantize(source: Path, target: Path, request: Request) -> set[str]:
-    """Of the tensors of a folder; the errors of :func:`quantize_folder` that need no more."""
+    """Names of the tensors that :func:`quantize_folder` would quantize.
+
+    Raises those of its errors that need no more than headers.
+    """
     with Files(source, "source") as files:
         check_place(files, target)
         request.convention.check_model(read_config(files, "source"), "convention")
@@ -219,7 +222,7 @@ class _Plan:
 
     @property
     def about(self) -> dict[str, Any]:
-        """More for the manifest."""
+        """What the manifest says of the request: options, warnings, scales of activations."""
         about = {**self.request.options, "warnings": self.warnings}
         if self.request.has_input_scale and self.request.amax is None:
             about["input_scale"] = INPUT_SCALE
@@ -229,7 +232,7 @@ class _Plan:
 
     @property
     def scheme(self) -> Scheme:
-        """For the configuration."""
+        """What the configuration of the target says is quantized."""
         quantized = [n.removesuffix(".weight") for n, why in self.reasons.items() if why is None]
         left = {name for name, why in self.reasons.items() if why is not None}
         layers = {self.request.format.name: tuple(quantized)}

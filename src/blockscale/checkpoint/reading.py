@@ -17,12 +17,13 @@ from .storage import Description, Storage, part_names
 __all__ = ["convention_of", "described_in_headers", "descriptions_of"]
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-#: Names of what belongs to a quantized weight in some convention, and dtypes of codes.
+#: Names of what belongs to a quantized weight in some convention.
 _PARTS = re.compile(
     r"(^|[._])weight_(packed|scale|scale_inv|scale_2|global_scale|zero_point|shape)$"
 )
-#: Of what a weight was multiplied with, or its input is, which no format here undoes.
+#: Names of what a weight was multiplied with, or its input is, which no format here undoes.
 _SMOOTHED = re.compile(r"(^|[._])(pre_quant_scale|svdquant_lora_[ab])$")
+#: Dtypes that hold codes: a matrix of one can only be a part of a quantized weight.
 _CODES = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "F6_E2M3", "F6_E3M2", "U8", "I8")
 
 
@@ -141,7 +142,8 @@ def _check_blocks(
 
 
 def _dtype(config: Mapping[str, Any]) -> torch.dtype:
-    """Of the model; a part of it may say so, where it sees or hears, too. Else bfloat16."""
+    """The dtype of the model; of one with more than text its part for text may say it. Else
+    bfloat16."""
     for each in (config, config.get("text_config")):
         if isinstance(each, dict) and (said := each.get("dtype") or each.get("torch_dtype")):
             return _DTYPES.get(str(said), torch.bfloat16)

@@ -57,7 +57,7 @@ class Request:
 
     @cached_property
     def options(self) -> dict[str, Any]:
-        """All that decides about the bytes of a file."""
+        """The arguments that decide which bytes a file has."""
         return {
             "format": self.format.name,
             "convention": self.convention.name,
@@ -78,7 +78,10 @@ def request_of(
     scaling: str = "amax",
     weights: Mapping[str, ScaledTensor] | None = None,
 ) -> Request:
-    """Checked; see :func:`blockscale.checkpoint.quantize_folder`. ValueError says what is wrong."""
+    """The arguments of :func:`blockscale.checkpoint.quantize_folder`, checked.
+
+    Raises ValueError for one that is wrong.
+    """
     fmt, conv = get_format(format), choose("convention", convention, CONVENTIONS)
     if formats.get(fmt.name) != fmt:
         raise ValueError(
@@ -111,7 +114,7 @@ def request_of(
 
 
 def _checked(amax: Mapping[str, float]) -> dict[str, float]:
-    """The same as numbers. ValueError for one that is no magnitude."""
+    """Largest magnitudes as floats. Raises ValueError for one that is no magnitude."""
     largest = torch.finfo(torch.float32).max
     for layer, value in amax.items():
         if not isinstance(value, int | float | torch.Tensor) or not 0 <= value <= largest:

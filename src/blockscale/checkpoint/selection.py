@@ -107,7 +107,7 @@ def reason(
     exclude: Sequence[str],
     known: Container[str],
 ) -> str | None:
-    """As :func:`select` of one tensor that is not quantized yet."""
+    """What :func:`select` says of one tensor that is not quantized yet."""
     return obstacle(tensor, format) or _left_out(name, include, exclude, known)
 
 

@@ -196,5 +196,5 @@ class ValueStatistics:
             self.amax = max(self.amax, float(np.abs(piece[np.isfinite(piece)]).max(initial=0)))
 
     def to_json(self) -> dict[str, Any]:
-        """JSON."""
+        """JSON with the exponents ascending."""
         return {**vars(self), "exponents": self.exponents.to_json()}

@@ -9,7 +9,7 @@ __all__ = ["BLOCKSCALE"]
 
 
 def _configure(scheme: Scheme) -> dict[str, Json]:
-    """So that no program takes the codes for weights."""
+    """Name a ``quant_method`` that no program knows, so that none takes the codes for weights."""
     config = {
         "quant_method": "blockscale",
         "formats": sorted(scheme.layers),
