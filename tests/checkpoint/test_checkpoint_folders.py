@@ -289,10 +289,14 @@ def test_room_for_the_whole_folder_is_asked_for_first(
     checkpoint.quantize_folder(source, tmp_path / "out", "mxfp8")
 
 
-def test_a_quantized_folder_is_not_quantized(source: Path, tmp_path: Path):
+def test_a_quantized_folder_is_not_quantized(source: Path, tmp_path: Path, blockscale: Cli):
+    """With ``--calibrate`` that is told before a text is looked for."""
     checkpoint.quantize_folder(source, tmp_path / "a", "nvfp4", "modelopt")
     with pytest.raises(ValueError, match=r"source: .* is quantized already"):
         checkpoint.quantize_folder(tmp_path / "a", tmp_path / "b", "mxfp8", "modelopt")
+    given = "--format=nvfp4", "--convention=modelopt", "--calibrate=none.txt"
+    ran = blockscale("quantize", tmp_path / "a", tmp_path / "b", *given)
+    refused(ran, "source: ", "is quantized already, as its config.json says")
 
 
 def test_files_and_folders_are_told_apart(source: Path, tmp_path: Path):

@@ -27,31 +27,7 @@ from .storage import Description, part_names
 from .tasks import Copy, Quantize, Task
 from .writer import locked
 
-__all__ = ["quantize_file", "quantize_folder"]
-
-
-def _check_made(weights: Mapping[str, ScaledTensor], plan: _Plan) -> None:
-    """ValueError unless they are what the plan would make of the same tensors."""
-    format = plan.request.format
-    for name, q in weights.items():
-        shown = f"weights: {show(name)}"
-        if plan.reasons.get(name, "not in the folder") is not None:
-            why = plan.reasons.get(name, "there is no such tensor in the folder")
-            raise ValueError(f"{shown} would not be quantized ({why}); leave it out")
-        shape = tuple(plan.files.tensors[name].shape)
-        if q.format != format or tuple(q.shape) != shape or q.layout_name != "compact":
-            raise ValueError(
-                f"{shown} is {q.format.name} of {tuple(q.shape)}; expected {format.name} of "
-                f"{shape} with compact scales: make it of this folder's model, by blockscale.gptq"
-            )
-        if q.global_scale is not None and plan.scales is not None:
-            own, needed = q.global_scale.item(), plan.scales[name].item()
-            if own != needed:
-                raise ValueError(
-                    f"{shown} has the global scale {own:g}; {needed:g} is that of the folder's "
-                    "tensor and of what servers fuse with it: make all of this folder's model, "
-                    "with the same scaling"
-                )
+__all__ = ["names_to_quantize", "quantize_file", "quantize_folder"]
 
 
 def quantize_file(
@@ -171,20 +147,8 @@ def quantize_folder(
                 f"source: {source} is a file; name the folder with it, or give it to quantize_file"
             )
         config = read_config(files, "source")
-        if config.get("quantization_config") is not None:
-            raise ValueError(
-                f"source: {files.folder} is quantized already, as its config.json says; "
-                "`blockscale convert-checkpoint` writes it in another way"
-            )
-        request.convention.check_model(config, "convention")
-        plan = _plan(files, request)
-        _check_made(request.weights, plan)
-        if plan.earlier and not request.convention.describes_itself:
-            raise ValueError(
-                f"source: {show(next(iter(plan.earlier)))} is quantized already, as the header of "
-                f"its file says, which {request.convention.title} does not; take the file in high "
-                "precision, or convention 'blockscale'"
-            )
+        plan = _plan_of_folder(files, config, request)
+        _check_weights(request.weights, plan)
         return make_folder(
             files,
             Path(target),
@@ -203,8 +167,7 @@ def names_to_quantize(source: Path, target: Path, request: Request) -> set[str]:
     """
     with Files(source, "source") as files:
         check_place(files, target)
-        request.convention.check_model(read_config(files, "source"), "convention")
-        reasons = _plan(files, request).reasons
+        reasons = _plan_of_folder(files, read_config(files, "source"), request).reasons
         return {name for name, why in reasons.items() if why is None}
 
 
@@ -308,3 +271,45 @@ def _plan(files: Files, request: Request) -> _Plan:
             f"calibrated, and have an input_scale of {INPUT_SCALE:g}"
         )
     return _Plan(files, request, reasons, earlier, scales, input_scales, warnings)
+
+
+def _plan_of_folder(files: Files, config: Mapping[str, Any], request: Request) -> _Plan:
+    """The plan of a folder with this ``config.json``. ValueError where it is quantized already."""
+    if config.get("quantization_config") is not None:
+        raise ValueError(
+            f"source: {files.folder} is quantized already, as its config.json says; "
+            "`blockscale convert-checkpoint` writes it in another way"
+        )
+    request.convention.check_model(config, "convention")
+    plan = _plan(files, request)
+    if plan.earlier and not request.convention.describes_itself:
+        raise ValueError(
+            f"source: {show(next(iter(plan.earlier)))} is quantized already, as the header of "
+            f"its file says, which {request.convention.title} does not; take the file in high "
+            "precision, or convention 'blockscale'"
+        )
+    return plan
+
+
+def _check_weights(weights: Mapping[str, ScaledTensor], plan: _Plan) -> None:
+    """ValueError unless weights are what the plan would make of the same tensors."""
+    format = plan.request.format
+    for name, q in weights.items():
+        shown = f"weights: {show(name)}"
+        if plan.reasons.get(name, "not in the folder") is not None:
+            why = plan.reasons.get(name, "there is no such tensor in the folder")
+            raise ValueError(f"{shown} would not be quantized ({why}); leave it out")
+        shape = tuple(plan.files.tensors[name].shape)
+        if q.format != format or tuple(q.shape) != shape or q.layout_name != "compact":
+            raise ValueError(
+                f"{shown} is {q.format.name} of {tuple(q.shape)}; expected {format.name} of "
+                f"{shape} with compact scales: make it of this folder's model, by blockscale.gptq"
+            )
+        if q.global_scale is not None and plan.scales is not None:
+            own, needed = q.global_scale.item(), plan.scales[name].item()
+            if own != needed:
+                raise ValueError(
+                    f"{shown} has the global scale {own:g}; {needed:g} is that of the folder's "
+                    "tensor and of what servers fuse with it: make all of this folder's model, "
+                    "with the same scaling"
+                )
