@@ -234,8 +234,8 @@ def _plan(files: Files, request: Request) -> _Plan:
     earlier = described_in_headers(files, "source")
     parts = part_names(earlier)
     tensors, backwards = files.tensors, outputs_last(files)
-    known = gated_by(tensors, files.shape_of)
-    reasons = select(tensors, format, include, exclude, parts, backwards, known)
+    gated = gated_by(tensors, files.shape_of)
+    reasons = select(tensors, format, include, exclude, parts, backwards, gated)
     if not request.convention.stacks:
         why = f"a stack of matrices, of which {request.convention.title} has each by itself"
         stacks = {n for n, why in reasons.items() if why is None and len(tensors[n].shape) > 2}
@@ -248,7 +248,7 @@ def _plan(files: Files, request: Request) -> _Plan:
     scales, warnings = None, list[str]()
     if format.has_global_scale:
         groups, warnings = groups_of(
-            files, reasons, lambda n, t: reason(n, t, format, include, exclude, known)
+            files, reasons, lambda n, t: reason(n, t, format, include, exclude, gated)
         )
         scales = GlobalScales(
             groups,
