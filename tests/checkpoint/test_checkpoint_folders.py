@@ -180,32 +180,6 @@ def test_again_is_nothing_to_do(source: Path, tmp_path: Path):
         run()
 
 
-def test_resumed(source: Path, tmp_path: Path):
-    class Stop(Exception):
-        pass
-
-    def stop(event: checkpoint.Progress) -> None:
-        if event.tensors == 7:
-            raise Stop
-
-    whole = tmp_path / "whole"
-    checkpoint.quantize_folder(source, whole, "nvfp4", "modelopt")
-    with pytest.raises(Stop):
-        checkpoint.quantize_folder(source, tmp_path / "out", "nvfp4", "modelopt", progress=stop)
-    assert not (tmp_path / "out").exists()
-    assert (tmp_path / "out.partial" / FILES[0]).exists()
-    notes: set[str] = set()
-    checkpoint.quantize_folder(
-        *(source, tmp_path / "out", "nvfp4", "modelopt"),
-        progress=lambda event: notes.add(event.note),
-    )
-    assert any("nothing to do" in note for note in notes)
-    assert any("resumed: " in note for note in notes)
-    for path in whole.iterdir():
-        if path.is_file():
-            assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
-
-
 # --- refusals -------------------------------------------------------------------------------------
 
 
