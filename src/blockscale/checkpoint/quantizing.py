@@ -300,10 +300,16 @@ def _check_weights(weights: Mapping[str, ScaledTensor], plan: _Plan) -> None:
             why = plan.reasons.get(name, "there is no such tensor in the folder")
             raise ValueError(f"{shown} would not be quantized ({why}); leave it out")
         shape = tuple(plan.files.tensors[name].shape)
-        if q.format != format or tuple(q.shape) != shape or q.layout_name != "compact":
+        if len(shape) > 2:
             raise ValueError(
-                f"{shown} is {q.format.name} of {tuple(q.shape)}; expected {format.name} of "
-                f"{shape} with compact scales: make it of this folder's model, by blockscale.gptq"
+                f"{shown} is a stack of matrices, which can only be rounded to nearest here; leave "
+                "it out"
+            )
+        if (q.format, tuple(q.shape), q.axis, q.layout_name) != (format, shape, -1, "compact"):
+            raise ValueError(
+                f"{shown} is {q.format.name} of {tuple(q.shape)} along axis {q.axis}; expected "
+                f"{format.name} of {shape} along axis -1 with compact scales: make it of this "
+                "folder's model, by blockscale.gptq"
             )
         if q.global_scale is not None and plan.scales is not None:
             own, needed = q.global_scale.item(), plan.scales[name].item()
