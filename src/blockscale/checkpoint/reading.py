@@ -73,16 +73,13 @@ def descriptions_of(
         if not found:
             raise ValueError(
                 f"{argument}: {files.path} is quantized, as its config.json says, but no header in "
-                f"it describes a tensor, so another program wrote it anew; fetch it again"
+                "it describes a tensor, so another program wrote it anew; fetch it again"
             )
         return found
     _check_not_transformed(files.tensors, config["quantization_config"], argument)
     claimed = part_names(found)
-    dtype = _dtype(config)
-    everywhere, storages = (
-        _Everywhere(files),
-        (*convention.storages.values(), *convention.also_read),
-    )
+    dtype, everywhere = _dtype(config), _Everywhere(files)
+    storages = *convention.storages.values(), *convention.also_read
     for stored in files.tensors:
         for storage in storages if stored not in claimed else ():
             match = _match(storage, stored, everywhere, dtype)
