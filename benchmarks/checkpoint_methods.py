@@ -34,8 +34,7 @@ from torch.nn.functional import cosine_similarity, cross_entropy, kl_div
 from transformers import AutoModel, LlamaConfig, LlamaForCausalLM
 
 import blockscale as bs
-from blockscale.fused_names import fused_with
-from blockscale.nn.exclude import default_exclusions
+from blockscale.gptq import global_scales, linear_layers
 from blockscale.training.data import Text, read_text
 
 LENGTH, SHORT, BATCH = 256, 128, 16
@@ -154,20 +153,11 @@ def of_logits(model: Module, data: Tensor, wanted: Tensor) -> dict[str, float]:
 
 def rounded(model: Module, format: str, scaling: str) -> None:
     """Weights to nearest, with the global scales that servers need."""
-    why_not = default_exclusions(model)
-    layers = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and not why_not(module, name)
-    }
-    scales = {
-        name: bs.quantize(layer.weight, format, scaling=scaling).global_scale
-        for name, layer in layers.items()
-    }
+    layers = linear_layers(model, bs.formats[format])
+    scales = global_scales(layers, bs.formats[format], scaling)
     with torch.no_grad():
         for name, layer in layers.items():
-            group = [scales[each] for each in fused_with(name) if each in layers]
-            scale = None if scales[name] is None else torch.stack(group).amax()
+            scale = scales.get(name)
             q = bs.quantize(layer.weight, format, scaling=scaling, global_scale=scale)
             layer.weight.copy_(q.dequantize())
 

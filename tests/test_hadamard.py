@@ -8,7 +8,7 @@ import torch
 
 import blockscale as bs
 from blockscale.hadamard import transformed
-from blockscale.rounding import random_bits
+from blockscale.philox import random_bits
 from blockscale.seed import Numbers
 
 OCTETS = torch.uint8

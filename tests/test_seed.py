@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import blockscale as bs
-from blockscale import rounding
+from blockscale import philox
 from blockscale.formats import formats
 from blockscale.seed import Numbers
 
@@ -98,7 +98,7 @@ def test_known_answers(counter, step, value, want):
     """Of Philox4x32-10 (Random123, kat_vectors): the counter is an element's index / 4, then the
     step; the key is the value."""
     at = np.array([[counter]], np.uint64).astype(np.int64)
-    assert rounding._philox(Numbers(value, step, 0, 4, 4), at).tolist() == [want]
+    assert philox._philox(Numbers(value, step, 0, 4, 4), at).tolist() == [want]
 
 
 @pytest.mark.parametrize("name", formats)
@@ -122,7 +122,7 @@ def test_elements_are_unbiased(name):
 
 def test_steps_are_independent():
     """Elements of many steps are as evenly drawn as those of one."""
-    drawn = [rounding.random_bits(Numbers(3, i, 0, 4, 4), np.empty(4)) for i in range(2000)]
+    drawn = [philox.random_bits(Numbers(3, i, 0, 4, 4), np.empty(4)) for i in range(2000)]
     assert abs(float(np.mean(drawn)) / 2**32 - 0.5) < 4 * (1 / 12 / 8000) ** 0.5
     assert len(np.unique(drawn)) == 8000
 

@@ -1,10 +1,11 @@
 """``gptq``: weights rounded so that what layers compute on real inputs changes least.
 
 Of a layer with weight W (N, K) and inputs x (K) the error is E |(W - Q) x|^2: over rows the sum of
-(w - q) H (w - q)^T with H = E[x x^T]. With H = U D U^T, U upper triangular with ones on its
-diagonal, that is the sum over columns j of D[j] (w[j] - q[j] + sum_{i<j} (w[i] - q[i]) U[i, j])^2,
-so each column is rounded as it is wanted after those before it. This is GPTQ (arXiv 2210.17323)
-without an inverse of H, as in QuIP (arXiv 2307.13304, theorem 6).
+(w - q) H (w - q)^T with H = E[x x^T], half of the Hessian of that error. With H = U D U^T, U upper
+triangular with ones on its diagonal, that is the sum over columns j of
+D[j] (w[j] - q[j] + sum_{i<j} (w[i] - q[i]) U[i, j])^2, so each column is rounded as it is wanted
+after those before it. This is GPTQ (arXiv 2210.17323) without an inverse of H, as in QuIP (arXiv
+2307.13304, theorem 6).
 """
 
 from __future__ import annotations
@@ -22,17 +23,10 @@ from .measure import amax
 from .nn.exclude import default_exclusions
 from .quantization import check_scaling_of_weights
 from .quantize import quantize
-from .rounding import (
-    decode,
-    decode_scale,
-    float32_bits,
-    from_float32_bits,
-    global_scale_from_amax,
-    pack,
-)
+from .rounding import decode, decode_scale, global_scale_from_amax, pack
 from .tensor import ScaledTensor
 
-__all__ = ["gptq", "round_columns"]
+__all__ = ["global_scales", "gptq", "linear_layers", "round_columns"]
 
 _DAMPING = 0.01  # of the mean of H's diagonal, added to it, as in the paper
 
@@ -54,10 +48,10 @@ def gptq(
     >>> weights["0.weight"].format.name
     'nvfp4'
 
-    Of inputs no more than their second moments are kept, (K, K) numbers in fp32 for each layer of
-    K inputs. Where those of all layers are more than ``memory``, the model runs on ``batches``
-    several times, for some layers each, in the model's order: then later ones see inputs from
-    quantized ones.
+    Of inputs no more than their second moments are kept (the Hessian of GPTQ), (K, K) numbers in
+    fp32 for each layer of K inputs. Where those of all layers are more than ``memory``, the model
+    runs on ``batches`` several times, for some layers each, in the model's order: then later ones
+    see inputs from quantized ones.
 
     Args:
         model: with ``torch.nn.Linear`` layers. It runs as it is: call ``model.eval()`` before.
@@ -84,7 +78,7 @@ def gptq(
     """
     fmt = get_format(format)
     check_scaling_of_weights(scaling, fmt)
-    layers = _layers(model, fmt, filter_fn)
+    layers = linear_layers(model, fmt, filter_fn)
     if not layers:
         why = (
             "filter_fn takes some" if filter_fn else "heads, routers and embeddings are left alone"
@@ -101,7 +95,7 @@ def gptq(
             f"batches: can be gone through once, and the model runs {len(turns)} times, as second "
             f"moments take more than {memory} bytes; pass a list, or more memory"
         )
-    scales = _global_scales(layers, fmt, room=scaling != "amax", power_of_two=power_of_two)
+    scales = global_scales(layers, fmt, scaling, power_of_two=power_of_two)
     done: dict[str, ScaledTensor] = {}
     for some in turns:
         for name, moments in _second_moments(model, some, first, batches).items():
@@ -138,7 +132,7 @@ def round_columns(
 
     Args:
         weight: (N, K).
-        moments: fp32 (K, K), E[x x^T], of any size.
+        moments: fp32 (K, K), E[x x^T] times any number: the Hessian of GPTQ.
         format: a name of :data:`blockscale.formats`.
         global_scale: fp32 scalar of formats that have one; None: of ``weight`` alone.
         scaling: of blocks, each of which gets its scale when its first column is due.
@@ -150,7 +144,7 @@ def round_columns(
     if not w.isfinite().all():
         raise ValueError("weight: has NaN or infinities; leave the layer out, or repair it")
     if fmt.has_global_scale and global_scale is None:
-        global_scale = _global_scale(amax(w), fmt, room=scaling != "amax")
+        global_scale = global_scale_from_amax(amax(w), fmt, scaling)
     lost = torch.zeros_like(w)  # weight - rounded, of columns that are done
     data, scale = [], []
     step, table = fmt.block[1], _table(fmt.element, w.device)
@@ -202,7 +196,7 @@ def _table(element: Element, device: torch.device) -> tuple[Tensor, Tensor]:
 def _factors(q: ScaledTensor) -> tuple[Tensor, Tensor]:
     """What elements of each row of ``q``, one block wide, are multiplied with, and its
     reciprocal: 0 for blocks of zeros."""
-    scale = from_float32_bits(decode_scale(q.scale, q.format.scale))[:, 0]
+    scale = decode_scale(q.scale, q.format.scale)[:, 0]
     scale = scale if q.global_scale is None else scale * q.global_scale
     scale = scale.repeat_interleave(q.format.block[0])[: q.shape[0]]
     return scale, torch.where(scale == 0, 0, (1 / scale).clamp(max=torch.finfo(scale.dtype).max))
@@ -220,11 +214,13 @@ def _nearest(
     return code | wanted.signbit() * element.sign_code, rounded
 
 
-def _layers(
+def linear_layers(
     model: torch.nn.Module,
     format: Format,
-    filter_fn: Callable[[torch.nn.Module, str], bool] | None,
+    filter_fn: Callable[[torch.nn.Module, str], bool] | None = None,
 ) -> dict[str, torch.nn.Linear]:
+    """The linear layers of a model that can be quantized to ``format``, by name; ``filter_fn``
+    chooses as in :func:`gptq`."""
     why_not = default_exclusions(model)
     takes = filter_fn or (lambda module, name: not why_not(module, name))
     return {
@@ -236,12 +232,12 @@ def _layers(
     }
 
 
-def _global_scale(largest: Tensor, format: Format, **how: bool) -> Tensor:
-    return from_float32_bits(global_scale_from_amax(float32_bits(largest), format, **how))
-
-
-def _global_scales(
-    layers: Mapping[str, torch.nn.Linear], format: Format, **how: bool
+def global_scales(
+    layers: Mapping[str, torch.nn.Linear],
+    format: Format,
+    scaling: str = "amax",
+    *,
+    power_of_two: bool = False,
 ) -> dict[str, Tensor]:
     """The global scale of each layer; layers that servers fuse share one. Empty for formats that
     have none."""
@@ -251,7 +247,9 @@ def _global_scales(
     scales = {}
     for name in layers:
         group = [largest[each] for each in fused_with(name) if each in largest]
-        scales[name] = _global_scale(torch.stack(group).amax(), format, **how)
+        scales[name] = global_scale_from_amax(
+            torch.stack(group).amax(), format, scaling, power_of_two=power_of_two
+        )
     return scales
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from .arrays import Array, namespace
 from .checks import choose
-from .rounding import random_bits
+from .philox import random_bits
 from .seed import Numbers, Seed
 
 if TYPE_CHECKING:

@@ -11,14 +11,13 @@ Arrays are torch's, numpy's, or JAX's where it has 64 bits; the words are the ar
 
 from __future__ import annotations
 
-import math
 import struct
 
 from .arrays import Array, bits_as, namespace
 from .checks import choose
 from .dtypes import UINT8
 from .formats import E4M3, E8M0, FP32, UE4M3, Element, Format, Scale
-from .seed import Numbers, numbers_of
+from .philox import random_bits
 
 __all__ = [
     "FP32_INF",
@@ -39,7 +38,6 @@ __all__ = [
     "global_scale_from_amax",
     "multiply",
     "pack",
-    "random_bits",
     "round_significand",
     "scale_bits",
     "unpack",
@@ -181,9 +179,10 @@ def encode_magnitude(magnitude: Array, element: Element, noise: Array | None = N
 def encode(x: Array, element: Element, *, seed: int | None = None) -> Array:
     """Cast float32, bfloat16 or float16 to one uint8 code an element, saturating at the largest.
 
-    Rounds to nearest, ties to even; with ``seed`` stochastically (:func:`random_bits`). -0 is kept,
-    infinities saturate, a NaN becomes the element's NaN or, where it has none, its largest value
-    (as PTX ``cvt.satfinite`` does). Raises TypeError for another dtype.
+    Rounds to nearest, ties to even; with ``seed`` stochastically, by
+    :func:`blockscale.philox.random_bits`. -0 is kept, infinities saturate, a NaN becomes the
+    element's NaN or, where it has none, its largest value (as PTX ``cvt.satfinite`` does). Raises
+    TypeError for another dtype.
     """
     xp, bits = namespace(x), float32_bits(x)
     magnitude = bits & 0x7FFFFFFF
@@ -295,18 +294,18 @@ def _e8m0_bits(byte: Array) -> Array:
 
 
 def global_scale_from_amax(
-    amax: Array, format: Format, *, room: bool = False, power_of_two: bool = False
+    amax: Array, format: Format, scaling: str = "amax", *, power_of_two: bool = False
 ) -> Array:
-    """Bits of ``amax / (largest scale * largest element)``; 1 where amax is 0; at least 2^-117.
+    """``amax / (largest scale * largest element)`` in fp32; 1 where amax is 0; at least 2^-117.
 
-    ``room``: :data:`ROOM` times that. ``power_of_two``: rounded up to one.
+    Other ``scaling`` than by amax: :data:`ROOM` times that. ``power_of_two``: rounded up to one.
     """
-    largest = E4M3.max * format.element.max
-    xp = namespace(amax)
-    scale = xp.clip(divide(amax, _float_bits(largest, amax)), min=_MIN_GLOBAL)
-    scale = xp.where(amax == 0, FP32_ONE, scale)
-    scale = multiply(scale, _float_bits(ROOM, amax)) if room else scale
-    return (scale + 0x7FFFFF) & FP32_INF if power_of_two else scale
+    xp, bits = namespace(amax), float32_bits(amax)
+    largest = _float_bits(E4M3.max * format.element.max, bits)
+    scale = xp.clip(divide(bits, largest), min=_MIN_GLOBAL)
+    scale = xp.where(bits == 0, FP32_ONE, scale)
+    scale = scale if scaling == "amax" else multiply(scale, _float_bits(ROOM, bits))
+    return from_float32_bits((scale + 0x7FFFFF) & FP32_INF if power_of_two else scale)
 
 
 def block_scale(
@@ -353,54 +352,7 @@ def scale_bits(code: Array, scale: Scale) -> Array:
 
 
 def decode_scale(stored: Array, scale: Scale) -> Array:
-    """fp32 bits (int64) of a tensor of stored scales, in ``scale.dtype``."""
+    """fp32 values of stored scales, in ``scale.dtype``; exact."""
     if scale is FP32:
-        return float32_bits(stored)
-    return scale_bits(_int64(bits_as(stored, UINT8)), scale)
-
-
-# --- stochastic rounding --------------------------------------------------------------------------
-
-
-def random_bits(seed: int | Numbers, like: Array) -> Array:
-    """Uniform 32-bit integers (int64), one an element: Philox4x32-10, whose counter is an element's
-    index / 4 and the step, and whose key is the seed's value.
-
-    The same seed gives the same bits on every machine, whatever the layout of the array; those of a
-    part of an array are where its elements are in the whole (:class:`blockscale.seed.Seed`).
-    Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
-    """
-    xp, shape = namespace(like), tuple(like.shape)
-    if isinstance(seed, int):
-        seed = numbers_of(seed, shape)
-    n, (rows, columns) = math.prod(shape), (1, 1, *shape)[-2:]
-    if n == 0:
-        return xp.zeros(shape, dtype=xp.int64, device=like.device)
-
-    def count(n: int) -> Array:
-        return xp.arange(n, dtype=xp.int64, device=like.device)
-
-    matrices = count(n // (rows * columns)).reshape((-1, 1)) * seed.matrix
-    starts = seed.first + (matrices + count(rows) * seed.row).reshape((-1, 1))
-    drawn = _philox(seed, (starts >> 2) + count(columns // 4 + 2))
-    return xp.take_along_axis(drawn, (starts & 3) + count(columns), axis=1).reshape(shape)
-
-
-def _philox(seed: Numbers, counter: Array) -> Array:
-    """Four results of each counter (rows, n), one after the other."""
-    xp, mask = namespace(counter), 0xFFFFFFFF
-    one = xp.ones_like(counter)
-    c0, c1 = counter & mask, (counter >> 32) & mask
-    c2, c3 = one * (seed.step & mask), one * ((seed.step >> 32) & mask)
-    k0, k1 = seed.value & mask, (seed.value >> 32) & mask
-    for _ in range(10):
-        # int64 products wrap, which leaves their 64 bits as they should be
-        p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c0, c1, c2, c3 = (
-            (p1 >> 32) & mask ^ c1 ^ k0,
-            p1 & mask,
-            (p0 >> 32) & mask ^ c3 ^ k1,
-            p0 & mask,
-        )
-        k0, k1 = (k0 + 0x9E3779B9) & mask, (k1 + 0xBB67AE85) & mask
-    return xp.stack((c0, c1, c2, c3), axis=-1).reshape((counter.shape[0], -1))
+        return stored
+    return from_float32_bits(scale_bits(_int64(bits_as(stored, UINT8)), scale))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -356,45 +355,6 @@ def test_stacks_that_are_left_alone(tmp_path: Path):
     assert stack in config["quantization_config"]["ignore"]
 
 
-# --- errors on the way ----------------------------------------------------------------------------
-
-
-def test_whoever_is_given_a_manifest_fails(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """Files were closed twice: the numbers may be those of others by then."""
-
-    def fail(self: object, manifest: object) -> None:
-        raise KeyError("manifest")
-
-    from blockscale.checkpoint.summary import Summary
-
-    monkeypatch.setattr(Summary, "add", fail)
-    before = set(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else set()
-    with pytest.raises(KeyError, match="manifest"):
-        checkpoint.quantize_folder(source, tmp_path / "out", "nvfp4", "modelopt")
-    monkeypatch.undo()
-    if before:
-        assert len(os.listdir("/proc/self/fd")) <= len(before)
-    checkpoint.quantize_folder(source, tmp_path / "out", "nvfp4", "modelopt")
-
-
-@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts open files there")
-def test_nothing_stays_open_where_progress_fails(source: Path, tmp_path: Path):
-    class Stop(Exception):
-        pass
-
-    def stop(event: checkpoint.Progress) -> None:
-        if event.note or event.tensors == 2:  # of the second run: on the way to the threads
-            raise Stop
-
-    before = len(os.listdir("/proc/self/fd"))
-    for _ in range(2):
-        with pytest.raises(Stop):
-            checkpoint.quantize_folder(source, tmp_path / "out", "nvfp4", progress=stop)
-        assert len(os.listdir("/proc/self/fd")) == before
-
-
 # --- more of what files say -----------------------------------------------------------------------
 
 
@@ -461,31 +421,6 @@ def test_a_cache_that_was_quantized(source: Path, tmp_path: Path):
     configure(folder, quantization_config={**said, "kv_cache_scheme": cache})
     manifest = checkpoint.convert_folder(folder, tmp_path / "out", "compressed-tensors")
     assert "the source has its KV cache quantized" in manifest["warnings"][0]
-
-
-def test_a_file_that_another_run_finished(source: Path, tmp_path: Path):
-    """With other options a run ended at a file in ``OUT.partial``; others start anew."""
-
-    class Stop(Exception):
-        pass
-
-    def stop(event: checkpoint.Progress) -> None:
-        if event.tensors == 7:
-            raise Stop
-
-    with pytest.raises(Stop):
-        checkpoint.quantize_folder(source, tmp_path / "out", "nvfp4", progress=stop)
-    assert (tmp_path / "out.partial" / FILES[0]).exists()
-    notes: set[str] = set()
-    checkpoint.quantize_folder(
-        source, tmp_path / "out", "mxfp8", progress=lambda event: notes.add(event.note)
-    )
-    assert f"started anew: {FILES[0]} was made with another format" in notes
-    checkpoint.quantize_folder(source, tmp_path / "whole", "mxfp8")
-    for path in (tmp_path / "whole").iterdir():
-        if path.is_file():
-            assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
-    assert len(list((tmp_path / "out").iterdir())) == len(list((tmp_path / "whole").iterdir()))
 
 
 @pytest.mark.parametrize("convention", ["modelopt", "compressed-tensors"])

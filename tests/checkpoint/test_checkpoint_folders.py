@@ -180,32 +180,6 @@ def test_again_is_nothing_to_do(source: Path, tmp_path: Path):
         run()
 
 
-def test_resumed(source: Path, tmp_path: Path):
-    class Stop(Exception):
-        pass
-
-    def stop(event: checkpoint.Progress) -> None:
-        if event.tensors == 7:
-            raise Stop
-
-    whole = tmp_path / "whole"
-    checkpoint.quantize_folder(source, whole, "nvfp4", "modelopt")
-    with pytest.raises(Stop):
-        checkpoint.quantize_folder(source, tmp_path / "out", "nvfp4", "modelopt", progress=stop)
-    assert not (tmp_path / "out").exists()
-    assert (tmp_path / "out.partial" / FILES[0]).exists()
-    notes: set[str] = set()
-    checkpoint.quantize_folder(
-        *(source, tmp_path / "out", "nvfp4", "modelopt"),
-        progress=lambda event: notes.add(event.note),
-    )
-    assert any("nothing to do" in note for note in notes)
-    assert any("resumed: " in note for note in notes)
-    for path in whole.iterdir():
-        if path.is_file():
-            assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
-
-
 # --- refusals -------------------------------------------------------------------------------------
 
 
@@ -289,10 +263,14 @@ def test_room_for_the_whole_folder_is_asked_for_first(
     checkpoint.quantize_folder(source, tmp_path / "out", "mxfp8")
 
 
-def test_a_quantized_folder_is_not_quantized(source: Path, tmp_path: Path):
+def test_a_quantized_folder_is_not_quantized(source: Path, tmp_path: Path, blockscale: Cli):
+    """With ``--calibrate`` that is told before a text is looked for."""
     checkpoint.quantize_folder(source, tmp_path / "a", "nvfp4", "modelopt")
     with pytest.raises(ValueError, match=r"source: .* is quantized already"):
         checkpoint.quantize_folder(tmp_path / "a", tmp_path / "b", "mxfp8", "modelopt")
+    given = "--format=nvfp4", "--convention=modelopt", "--calibrate=none.txt"
+    ran = blockscale("quantize", tmp_path / "a", tmp_path / "b", *given)
+    refused(ran, "source: ", "is quantized already, as its config.json says")
 
 
 def test_files_and_folders_are_told_apart(source: Path, tmp_path: Path):

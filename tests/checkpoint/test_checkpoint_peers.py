@@ -392,25 +392,6 @@ def test_gptq_by_the_command(
     assert "gptq: needs a text to run the model on; add --calibrate FILE" in error.err
 
 
-def test_weights_that_are_quantized_already(llama: Path, tmp_path: Path):
-    name, other = (f"model.layers.{i}.mlp.down_proj.weight" for i in range(2))
-    high = stored(llama)[name]
-    q = bs.quantize(high, "nvfp4")
-    given = llama, tmp_path / "out", "nvfp4", "modelopt"
-    for weights, message in (
-        ({"model.norm.weight": q}, r"weights: .model\.norm\.weight. would not be quantized"),
-        ({"down_proj.weight": q}, "there is no such tensor in the folder"),
-        ({name: bs.quantize(high)}, r"is mxfp8 of \(128, 256\); expected nvfp4"),
-        ({other: q}, "has the global scale .* make all of this folder's model"),
-        ({name: bs.quantize(high, "nvfp4", layout="tcgen05")}, "with compact scales"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            checkpoint.quantize_folder(*given, weights=weights)
-    checkpoint.quantize_folder(*given, weights={name: q})
-    with pytest.raises(ValueError, match=r"target: .* was made with another weights"):
-        checkpoint.quantize_folder(*given)
-
-
 def _sorted(content: Any) -> Any:
     """Lists of names in order, and what is a version left out."""
     if isinstance(content, dict):

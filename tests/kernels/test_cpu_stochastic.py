@@ -22,7 +22,8 @@ from test_cpu import (
 import blockscale as bs
 from blockscale.formats import NONFINITE, Format, formats
 from blockscale.kernels.cpu import calls as cpu
-from blockscale.rounding import encode_magnitude, random_bits
+from blockscale.philox import random_bits
+from blockscale.rounding import encode_magnitude
 from blockscale.seed import Numbers
 
 numba = pytest.importorskip("numba")

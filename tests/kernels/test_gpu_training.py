@@ -33,7 +33,7 @@ from blockscale.kernels.quantizers.calls import Request
 from blockscale.nn.method_launches import operand_launch
 from blockscale.nn.quantize_launches import Asked
 from blockscale.nn.seeds import LayerSeed, OperandSeed
-from blockscale.rounding import random_bits
+from blockscale.philox import random_bits
 from blockscale.seed import Numbers
 from stand_in import chip
 from stand_in import emulated as on_a_gpu

@@ -16,7 +16,7 @@ import blockscale as bs
 from blockscale.nn import plan_cache
 from blockscale.nn.nvfp4 import METHODS
 from blockscale.nn.seeds import LayerSeed, OperandSeed, number_of
-from blockscale.rounding import random_bits
+from blockscale.philox import random_bits
 from blockscale.seed import Numbers
 
 NVFP4 = bs.Recipe.nvfp4()

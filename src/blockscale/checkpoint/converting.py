@@ -21,11 +21,11 @@ from .files import Files
 from .folders import layer_names, make_folder, read_config
 from .fused import GlobalScales
 from .header import show
-from .jobs import Job, Progress
+from .jobs import Job, Progress, job_of
 from .ours import INPUT_SCALE, KEY, metadata_for
 from .reading import convention_of, descriptions_of
 from .rewriting import Dequantize, Requantize, Rewrite, quantized_amax
-from .storage import Description, check_names, part_names
+from .storage import Description, part_names
 from .tasks import Copy, Task
 
 __all__ = ["HIGH_PRECISION", "convert_folder"]
@@ -116,12 +116,12 @@ class _Plan:
     repair: bool
     weight_only: bool
     has_cache: bool  # whether that of keys and values is quantized, too
-    # of members of fused groups that get another one: their group's largest
+    # name -> the largest global scale of its fused group, of weights that have a smaller one
     repaired: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def options(self) -> dict[str, Any]:
-        """All that decides about bytes."""
+        """The arguments that decide which bytes are written."""
         return {
             "to": self.convention.name if self.convention else HIGH_PRECISION,
             "format": self.format.name if self.format else None,
@@ -130,7 +130,7 @@ class _Plan:
 
     @property
     def about(self) -> dict[str, Any]:
-        """For the manifest."""
+        """What the manifest of the folder says of this conversion."""
         scale = {"input_scale": INPUT_SCALE} if self._lacking else {}
         return {**self.options, **scale, **({"warnings": self.warnings} if self.warnings else {})}
 
@@ -155,7 +155,7 @@ class _Plan:
 
     @property
     def scheme(self) -> Scheme:
-        """For the configuration."""
+        """What the configuration of the target says is quantized."""
         layers: dict[str, list[str]] = {}
         for name in self.found:
             made = layers.setdefault(self.made(name).format.name, [])
@@ -176,7 +176,7 @@ class _Plan:
 
     @cached_property
     def warnings(self) -> list[str]:
-        """What is another model then, without a number that changed."""
+        """Sentences about what servers will compute otherwise, although no weight changed."""
         cache = []
         if self.has_cache:
             cache.append(
@@ -194,7 +194,7 @@ class _Plan:
         ]
 
     def check(self) -> None:
-        """ValueError for what cannot be converted so."""
+        """Raise ValueError for a tensor that cannot be converted as the caller asks."""
         for name, description in self.found.items():
             if not description.by_rows:
                 raise ValueError(
@@ -262,7 +262,7 @@ class _Plan:
         return kept and self.found[name].format.has_global_scale
 
     def _group(self, name: str) -> tuple[str, ...]:
-        """Those that servers fuse with it."""
+        """Names of the quantized tensors that servers fuse with this one, itself among them."""
         return tuple(each for each in fused_with(name) if each in self.found)
 
     def _global_scale(self, name: str) -> float:
@@ -297,7 +297,7 @@ class _Plan:
         return Requantize(name, data, description, parts, made, self._scales, INPUT_SCALE)
 
     def _keeps_codes(self, name: str, made: Description) -> bool:
-        """Whether nothing asks for other ones."""
+        """Whether the target has the codes and block scales that the source has."""
         assert self.convention is not None
         description = self.found[name]
         if made.format != description.format:
@@ -310,7 +310,7 @@ class _Plan:
 
     @cached_property
     def _scales(self) -> GlobalScales | None:
-        """Of tensors that get another format."""
+        """Global scales of the tensors that get another format; None where that has none."""
         if self.convention is None or self.format is None or not self.format.has_global_scale:
             return None
         groups = {name: self._group(name) for name in self.found}
@@ -322,23 +322,16 @@ class _Plan:
         )
 
     def job(self, file: str, target: Path) -> Job:
-        """What is made of one file: tensors that have their data there."""
-        header, owners, parts = self.files.file(file).header, self._owners, self._parts
+        """The job that makes ``target`` of the tensors that have their data in one file."""
+        reader, owners, parts = self.files.file(file), self._owners, self._parts
         tasks: list[Task] = []
         made: dict[str, Description] = {}
-        for stored, tensor in header.tensors.items():
+        for stored, tensor in reader.header.tensors.items():
             if stored in owners:
                 tasks.append(self._task(owners[stored]))
                 if self.convention is not None and self.convention.describes_itself:
                     made[owners[stored]] = self.made(owners[stored])
             elif stored not in parts:
                 tasks.append(Copy(stored, tensor, "not quantized"))
-        check_names((stored for task in tasks for stored in task.stored), "source")
-        metadata = {key: value for key, value in header.metadata.items() if key != KEY}
-        source = {"name": file, "size": header.file_size}
-        return Job(
-            target,
-            tuple(tasks),
-            metadata_for(made, metadata),
-            {**self.options, "source": source},
-        )
+        metadata = {key: text for key, text in reader.header.metadata.items() if key != KEY}
+        return job_of(reader, target, tasks, metadata_for(made, metadata), self.options)

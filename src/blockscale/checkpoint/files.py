@@ -147,12 +147,12 @@ class Files:
         return self.holder(name).header.tensors[name]
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
-        """Of a stored tensor; None where there is none of this name."""
+        """The shape of a stored tensor; None where no tensor has this name."""
         file = self.find(name)
         return None if file is None else file.header.tensors[name].shape
 
     def elements(self, name: str, start: int, count: int, memory: Tensor | None = None) -> Tensor:
-        """As :meth:`Reader.elements`, of a tensor in one of the files."""
+        """Read elements of a tensor in one of the files, as :meth:`Reader.elements` does."""
         return self.holder(name).elements(name, start, count, memory)
 
     @property

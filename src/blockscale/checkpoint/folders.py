@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from .conventions.convention import CONFIG
 from .files import Files
 from .header import Header, parse_json
 from .jobs import Job, Progress, run_jobs
@@ -25,7 +26,6 @@ from .writer import beside, check_space, locked, replacing, sync_directory
 
 __all__ = ["MANIFEST", "check_place", "layer_names", "make_folder", "read_config"]
 
-CONFIG = "config.json"
 #: What says how a checkpoint is quantized: never copied.
 _CONFIGS = (CONFIG, "hf_quant_config.json")
 MANIFEST = "blockscale.manifest.json"
@@ -83,7 +83,7 @@ def make_folder(
     """
     check_place(files, target)
     others, weights = files.beside()
-    if not config and any("config.json" in name for name in configuration):
+    if not config and CONFIG in configuration:
         raise ValueError(
             f"source: {files.folder} has no {CONFIG}, which says what the model is; put it there"
         )

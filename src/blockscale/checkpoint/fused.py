@@ -17,7 +17,7 @@ from torch import Tensor
 from ..formats import Format
 from ..fused_names import fused_with
 from ..measure import amax
-from ..rounding import float32_bits, from_float32_bits, global_scale_from_amax
+from ..rounding import global_scale_from_amax
 from .files import Files
 from .header import Stored, show
 
@@ -86,7 +86,7 @@ class GlobalScales:
         amax: reads that of a tensor; it is asked once, by whichever thread comes first.
         format: with global scales.
         power_of_two: round scales up to one.
-        room: leave some above the largest scale, as other scalings than by amax need it.
+        scaling: of blocks; others than by amax need room above the largest scale.
     """
 
     def __init__(
@@ -95,10 +95,10 @@ class GlobalScales:
         amax: Callable[[str], Tensor],
         format: Format,
         power_of_two: bool,
-        room: bool = False,
+        scaling: str = "amax",
     ) -> None:
         self._groups, self._amax = groups, amax
-        self._format, self._power_of_two, self._room = format, power_of_two, room
+        self._format, self._power_of_two, self._scaling = format, power_of_two, scaling
         self._scales: dict[tuple[str, ...], Tensor] = {}
         self._locks = {group: Lock() for group in groups.values()}
 
@@ -106,11 +106,10 @@ class GlobalScales:
         group = self._groups[name]
         with self._locks[group]:
             if group not in self._scales:
-                largest = float32_bits(torch.stack([self._amax(each) for each in group]).amax())
-                scale = global_scale_from_amax(
-                    largest, self._format, room=self._room, power_of_two=self._power_of_two
+                largest = torch.stack([self._amax(each) for each in group]).amax()
+                self._scales[group] = global_scale_from_amax(
+                    largest, self._format, self._scaling, power_of_two=self._power_of_two
                 )
-                self._scales[group] = from_float32_bits(scale)
             return self._scales[group]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from ..formats import Format
-from ..rounding import float32_bits, from_float32_bits, global_scale_from_amax
+from ..rounding import global_scale_from_amax
 from .ours import INPUT_SCALE
 
 __all__ = ["InputScales"]
@@ -65,7 +65,7 @@ def _expert(layer: str) -> tuple[Key, str] | None:
 
 
 def _experts(amax: Mapping[str, float]) -> tuple[dict[tuple[Key, str], float], dict[Key, float]]:
-    """Of each expert, and the largest of a block's experts."""
+    """The magnitude of each expert, and the largest of those of a block."""
     each: dict[tuple[Key, str], float] = {}
     largest: dict[Key, float] = {}
     for layer, value in amax.items():
@@ -76,5 +76,5 @@ def _experts(amax: Mapping[str, float]) -> tuple[dict[tuple[Key, str], float], d
 
 
 def _scale(amax: float, format: Format) -> float:
-    bits = global_scale_from_amax(float32_bits(torch.tensor(amax)), format)
-    return from_float32_bits(bits).item()
+    scale: float = global_scale_from_amax(torch.tensor(amax), format).item()
+    return scale

@@ -11,6 +11,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,10 +24,11 @@ from .header import Header, build
 from .manifest import VERSION, read_manifest, stale_tensors
 from .reader import Reader
 from .statistics import error_bin_edges
+from .storage import check_names
 from .tasks import Source, Task
 from .writer import Output, beside
 
-__all__ = ["Job", "Progress", "run_jobs"]
+__all__ = ["Job", "Progress", "check_distinct", "job_of", "run_jobs"]
 
 
 @dataclass(frozen=True)
@@ -85,8 +87,25 @@ class Job:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """All that decides about its bytes but those of the source."""
+        """What decides about the bytes of the file, beside those of the source."""
         return {"blockscale": _version(), **self.options}
+
+
+def job_of(
+    file: Reader,
+    target: Path,
+    tasks: Sequence[Task],
+    metadata: Mapping[str, str],
+    options: Mapping[str, Any],
+    about: Mapping[str, Any] = MappingProxyType({}),
+) -> Job:
+    """The job that makes ``target`` of one file of the source, which the manifest then names.
+
+    Raises ValueError where two tasks would write a tensor of one name.
+    """
+    check_names((stored for task in tasks for stored in task.stored), "source")
+    source = {"name": file.path.name, "size": file.header.file_size}
+    return Job(target, tuple(tasks), metadata, {**options, "source": source}, about)
 
 
 def _version() -> str:
@@ -121,7 +140,10 @@ def run_jobs(files: Files, jobs: Sequence[Job], tell: Tell) -> Iterator[dict[str
 
 
 def _finish_first(open_: deque[_Open]) -> dict[str, Any]:
-    """It is closed then, whatever becomes of the one who is given the manifest."""
+    """Finish the file that was begun first, and forget it; returns its manifest.
+
+    Nothing is left to close then, even where the caller fails on the manifest.
+    """
     manifest = open_[0].finish()
     open_.popleft()
     return manifest
@@ -140,7 +162,7 @@ class _Counter:
         self._lock = threading.Lock()
 
     def add(self, count: int, name: str = "", note: str = "", tensors: int = 0) -> None:
-        """So many bytes of a tensor more, or so many tensors."""
+        """Count bytes of a tensor that were dealt with, or tensors that are finished."""
         with self._lock:
             self._bytes += count
             self._done += tensors

@@ -57,10 +57,7 @@ def errors(report: FileReport) -> Figure:
     right.set_xlabel("exponent: floor(log2(scale))")
     right.set_ylabel("blocks")
     for axes in (left, right):
-        axes.yaxis.set_major_formatter(FuncFormatter(_percent))
-        axes.grid(axis="y", color="#dddddd", linewidth=0.6)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
+        _style(axes)
     if filled:
         total = series[0][1]
         left.text(
@@ -107,12 +104,16 @@ def values(report: FileReport) -> Figure:
     axes.set_xlabel("floor(log2(|x|))")
     axes.set_ylabel("values that are not 0")
     axes.set_yscale("log")
+    _style(axes)
+    axes.legend(frameon=False, fontsize=9)
+    return figure
+
+
+def _style(axes: Axes) -> None:
     axes.yaxis.set_major_formatter(FuncFormatter(_percent))
     axes.grid(axis="y", color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=9)
-    return figure
 
 
 def _draw_errors(axes: Axes, stats: ErrorStatistics, colour: str, label: str, filled: bool) -> None:

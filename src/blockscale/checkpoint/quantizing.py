@@ -17,41 +17,17 @@ from .folders import check_place, layer_names, make_folder, read_config
 from .fused import GlobalScales, groups_of, stored_amax
 from .header import TORCH_DTYPES, show
 from .input_scales import InputScales
-from .jobs import Job, Progress, check_distinct, run_jobs
+from .jobs import Job, Progress, check_distinct, job_of, run_jobs
 from .orientation import outputs_last
 from .ours import INPUT_SCALE, metadata_for
 from .reading import described_in_headers
 from .request import Request, request_of
 from .selection import reason, select, why_nothing
-from .storage import Description, check_names, part_names
+from .storage import Description, part_names
 from .tasks import Copy, Quantize, Task
 from .writer import locked
 
-__all__ = ["quantize_file", "quantize_folder"]
-
-
-def _check_made(weights: Mapping[str, ScaledTensor], plan: _Plan) -> None:
-    """ValueError unless they are what the plan would make of the same tensors."""
-    format = plan.request.format
-    for name, q in weights.items():
-        shown = f"weights: {show(name)}"
-        if plan.reasons.get(name, "not in the folder") is not None:
-            why = plan.reasons.get(name, "there is no such tensor in the folder")
-            raise ValueError(f"{shown} would not be quantized ({why}); leave it out")
-        shape = tuple(plan.files.tensors[name].shape)
-        if q.format != format or tuple(q.shape) != shape or q.layout_name != "compact":
-            raise ValueError(
-                f"{shown} is {q.format.name} of {tuple(q.shape)}; expected {format.name} of "
-                f"{shape} with compact scales: make it of this folder's model, by blockscale.gptq"
-            )
-        if q.global_scale is not None and plan.scales is not None:
-            own, needed = q.global_scale.item(), plan.scales[name].item()
-            if own != needed:
-                raise ValueError(
-                    f"{shown} has the global scale {own:g}; {needed:g} is that of the folder's "
-                    "tensor and of what servers fuse with it: make all of this folder's model, "
-                    "with the same scaling"
-                )
+__all__ = ["names_to_quantize", "quantize_file", "quantize_folder"]
 
 
 def quantize_file(
@@ -171,20 +147,8 @@ def quantize_folder(
                 f"source: {source} is a file; name the folder with it, or give it to quantize_file"
             )
         config = read_config(files, "source")
-        if config.get("quantization_config") is not None:
-            raise ValueError(
-                f"source: {files.folder} is quantized already, as its config.json says; "
-                "`blockscale convert-checkpoint` writes it in another way"
-            )
-        request.convention.check_model(config, "convention")
-        plan = _plan(files, request)
-        _check_made(request.weights, plan)
-        if plan.earlier and not request.convention.describes_itself:
-            raise ValueError(
-                f"source: {show(next(iter(plan.earlier)))} is quantized already, as the header of "
-                f"its file says, which {request.convention.title} does not; take the file in high "
-                "precision, or convention 'blockscale'"
-            )
+        plan = _plan_of_folder(files, config, request)
+        _check_weights(request.weights, plan)
         return make_folder(
             files,
             Path(target),
@@ -197,11 +161,13 @@ def quantize_folder(
 
 
 def names_to_quantize(source: Path, target: Path, request: Request) -> set[str]:
-    """Of the tensors of a folder; the errors of :func:`quantize_folder` that need no more."""
+    """Names of the tensors that :func:`quantize_folder` would quantize.
+
+    Raises those of its errors that need no more than headers.
+    """
     with Files(source, "source") as files:
         check_place(files, target)
-        request.convention.check_model(read_config(files, "source"), "convention")
-        reasons = _plan(files, request).reasons
+        reasons = _plan_of_folder(files, read_config(files, "source"), request).reasons
         return {name for name, why in reasons.items() if why is None}
 
 
@@ -219,7 +185,7 @@ class _Plan:
 
     @property
     def about(self) -> dict[str, Any]:
-        """More for the manifest."""
+        """What the manifest says of the request: options, warnings, scales of activations."""
         about = {**self.request.options, "warnings": self.warnings}
         if self.request.has_input_scale and self.request.amax is None:
             about["input_scale"] = INPUT_SCALE
@@ -229,7 +195,7 @@ class _Plan:
 
     @property
     def scheme(self) -> Scheme:
-        """For the configuration."""
+        """What the configuration of the target says is quantized."""
         quantized = [n.removesuffix(".weight") for n, why in self.reasons.items() if why is None]
         left = {name for name, why in self.reasons.items() if why is not None}
         layers = {self.request.format.name: tuple(quantized)}
@@ -237,8 +203,8 @@ class _Plan:
 
     def job(self, file: str, target: Path) -> Job:
         """The job that makes ``target`` of one file of the source."""
-        header, request = self.files.file(file).header, self.request
-        tasks: list[Task] = []
+        reader, request = self.files.file(file), self.request
+        header, tasks = reader.header, list[Task]()
         descriptions = {n: d for n, d in self.earlier.items() if n in header.tensors}
         for name, tensor in header.tensors.items():
             why = self.reasons[name]
@@ -258,16 +224,9 @@ class _Plan:
                     request.weights.get(name),
                 )
             )
-        check_names((stored for task in tasks for stored in task.stored), "source")
         told = descriptions if request.convention.describes_itself else {}
-        source = {"name": file, "size": header.file_size}
-        return Job(
-            target,
-            tuple(tasks),
-            metadata_for(told, header.metadata),
-            {**request.options, "source": source},
-            self.about,
-        )
+        metadata = metadata_for(told, header.metadata)
+        return job_of(reader, target, tasks, metadata, request.options, self.about)
 
 
 def _plan(files: Files, request: Request) -> _Plan:
@@ -275,8 +234,8 @@ def _plan(files: Files, request: Request) -> _Plan:
     earlier = described_in_headers(files, "source")
     parts = part_names(earlier)
     tensors, backwards = files.tensors, outputs_last(files)
-    known = gated_by(tensors, files.shape_of)
-    reasons = select(tensors, format, include, exclude, parts, backwards, known)
+    gated = gated_by(tensors, files.shape_of)
+    reasons = select(tensors, format, include, exclude, parts, backwards, gated)
     if not request.convention.stacks:
         why = f"a stack of matrices, of which {request.convention.title} has each by itself"
         stacks = {n for n, why in reasons.items() if why is None and len(tensors[n].shape) > 2}
@@ -289,14 +248,14 @@ def _plan(files: Files, request: Request) -> _Plan:
     scales, warnings = None, list[str]()
     if format.has_global_scale:
         groups, warnings = groups_of(
-            files, reasons, lambda n, t: reason(n, t, format, include, exclude, known)
+            files, reasons, lambda n, t: reason(n, t, format, include, exclude, gated)
         )
         scales = GlobalScales(
             groups,
             lambda name: stored_amax(files, name),
             format,
             power_of_two=request.storage.divides,
-            room=request.scaling != "amax",
+            scaling=request.scaling,
         )
     layers = [name.removesuffix(".weight") for name, why in reasons.items() if why is None]
     input_scales = InputScales(layers, request.amax, format)
@@ -312,3 +271,51 @@ def _plan(files: Files, request: Request) -> _Plan:
             f"calibrated, and have an input_scale of {INPUT_SCALE:g}"
         )
     return _Plan(files, request, reasons, earlier, scales, input_scales, warnings)
+
+
+def _plan_of_folder(files: Files, config: Mapping[str, Any], request: Request) -> _Plan:
+    """The plan of a folder with this ``config.json``. ValueError where it is quantized already."""
+    if config.get("quantization_config") is not None:
+        raise ValueError(
+            f"source: {files.folder} is quantized already, as its config.json says; "
+            "`blockscale convert-checkpoint` writes it in another way"
+        )
+    request.convention.check_model(config, "convention")
+    plan = _plan(files, request)
+    if plan.earlier and not request.convention.describes_itself:
+        raise ValueError(
+            f"source: {show(next(iter(plan.earlier)))} is quantized already, as the header of "
+            f"its file says, which {request.convention.title} does not; take the file in high "
+            "precision, or convention 'blockscale'"
+        )
+    return plan
+
+
+def _check_weights(weights: Mapping[str, ScaledTensor], plan: _Plan) -> None:
+    """ValueError unless weights are what the plan would make of the same tensors."""
+    format = plan.request.format
+    for name, q in weights.items():
+        shown = f"weights: {show(name)}"
+        if plan.reasons.get(name, "not in the folder") is not None:
+            why = plan.reasons.get(name, "there is no such tensor in the folder")
+            raise ValueError(f"{shown} would not be quantized ({why}); leave it out")
+        shape = tuple(plan.files.tensors[name].shape)
+        if len(shape) > 2:
+            raise ValueError(
+                f"{shown} is a stack of matrices, which can only be rounded to nearest here; leave "
+                "it out"
+            )
+        if (q.format, tuple(q.shape), q.axis, q.layout_name) != (format, shape, -1, "compact"):
+            raise ValueError(
+                f"{shown} is {q.format.name} of {tuple(q.shape)} along axis {q.axis}; expected "
+                f"{format.name} of {shape} along axis -1 with compact scales: make it of this "
+                "folder's model, by blockscale.gptq"
+            )
+        if q.global_scale is not None and plan.scales is not None:
+            own, needed = q.global_scale.item(), plan.scales[name].item()
+            if own != needed:
+                raise ValueError(
+                    f"{shown} has the global scale {own:g}; {needed:g} is that of the folder's "
+                    "tensor and of what servers fuse with it: make all of this folder's model, "
+                    "with the same scaling"
+                )

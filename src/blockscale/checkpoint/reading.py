@@ -17,12 +17,13 @@ from .storage import Description, Storage, part_names
 __all__ = ["convention_of", "described_in_headers", "descriptions_of"]
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-#: Names of what belongs to a quantized weight in some convention, and dtypes of codes.
+#: Names of what belongs to a quantized weight in some convention.
 _PARTS = re.compile(
     r"(^|[._])weight_(packed|scale|scale_inv|scale_2|global_scale|zero_point|shape)$"
 )
-#: Of what a weight was multiplied with, or its input is, which no format here undoes.
+#: Names of what a weight was multiplied with, or its input is, which no format here undoes.
 _SMOOTHED = re.compile(r"(^|[._])(pre_quant_scale|svdquant_lora_[ab])$")
+#: Dtypes that hold codes: a matrix of one can only be a part of a quantized weight.
 _CODES = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "F6_E2M3", "F6_E3M2", "U8", "I8")
 
 
@@ -72,16 +73,13 @@ def descriptions_of(
         if not found:
             raise ValueError(
                 f"{argument}: {files.path} is quantized, as its config.json says, but no header in "
-                f"it describes a tensor, so another program wrote it anew; fetch it again"
+                "it describes a tensor, so another program wrote it anew; fetch it again"
             )
         return found
     _check_not_transformed(files.tensors, config["quantization_config"], argument)
     claimed = part_names(found)
-    dtype = _dtype(config)
-    everywhere, storages = (
-        _Everywhere(files),
-        (*convention.storages.values(), *convention.also_read),
-    )
+    dtype, everywhere = _dtype(config), _Everywhere(files)
+    storages = *convention.storages.values(), *convention.also_read
     for stored in files.tensors:
         for storage in storages if stored not in claimed else ():
             match = _match(storage, stored, everywhere, dtype)
@@ -141,7 +139,8 @@ def _check_blocks(
 
 
 def _dtype(config: Mapping[str, Any]) -> torch.dtype:
-    """Of the model; a part of it may say so, where it sees or hears, too. Else bfloat16."""
+    """The dtype of the model; of one with more than text its part for text may say it. Else
+    bfloat16."""
     for each in (config, config.get("text_config")):
         if isinstance(each, dict) and (said := each.get("dtype") or each.get("torch_dtype")):
             return _DTYPES.get(str(said), torch.bfloat16)

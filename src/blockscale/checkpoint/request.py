@@ -57,15 +57,15 @@ class Request:
 
     @cached_property
     def options(self) -> dict[str, Any]:
-        """All that decides about the bytes of a file."""
+        """The arguments that decide which bytes a file has."""
         return {
             "format": self.format.name,
             "convention": self.convention.name,
             "scaling": self.scaling,
             "include": list(self.include),
             "exclude": list(self.exclude),
-            "activations": self.activations if self.weight_only else _digest(self.amax),
-            "weights": _digest_of(self.weights) if self.weights else None,
+            "activations": self.activations if self.weight_only else _digest_of_amax(self.amax),
+            "weights": _digest_of_weights(self.weights) if self.weights else None,
         }
 
 
@@ -78,7 +78,10 @@ def request_of(
     scaling: str = "amax",
     weights: Mapping[str, ScaledTensor] | None = None,
 ) -> Request:
-    """Checked; see :func:`blockscale.checkpoint.quantize_folder`. ValueError says what is wrong."""
+    """The arguments of :func:`blockscale.checkpoint.quantize_folder`, checked.
+
+    Raises ValueError for one that is wrong.
+    """
     fmt, conv = get_format(format), choose("convention", convention, CONVENTIONS)
     if formats.get(fmt.name) != fmt:
         raise ValueError(
@@ -87,7 +90,7 @@ def request_of(
     if fmt.name not in conv.storages:
         raise ValueError(
             f"format: {conv.title} has no {fmt.name}; it has {', '.join(conv.storages)}, and "
-            f"convention 'blockscale' has every format"
+            "convention 'blockscale' has every format"
         )
     if isinstance(activations, str):
         choose("activations", activations, {"bfloat16": None})
@@ -111,7 +114,7 @@ def request_of(
 
 
 def _checked(amax: Mapping[str, float]) -> dict[str, float]:
-    """The same as numbers. ValueError for one that is no magnitude."""
+    """Largest magnitudes as floats. Raises ValueError for one that is no magnitude."""
     largest = torch.finfo(torch.float32).max
     for layer, value in amax.items():
         if not isinstance(value, int | float | torch.Tensor) or not 0 <= value <= largest:
@@ -122,14 +125,15 @@ def _checked(amax: Mapping[str, float]) -> dict[str, float]:
     return {layer: float(value) for layer, value in amax.items()}
 
 
-def _digest(amax: Mapping[str, float] | None) -> str | None:
-    """Tells what was calibrated from what was calibrated otherwise."""
+def _digest_of_amax(amax: Mapping[str, float] | None) -> str | None:
+    """A digest that tells this calibration from others; None where there is none."""
     if amax is None:
         return None
     return xxh3_128(json.dumps(dict(amax), sort_keys=True).encode()).hexdigest()
 
 
-def _digest_of(weights: Mapping[str, ScaledTensor]) -> str:
+def _digest_of_weights(weights: Mapping[str, ScaledTensor]) -> str:
+    """A digest that tells these quantized weights from others."""
     found = xxh3_128()
     for name, q in sorted(weights.items()):
         found.update(name.encode())

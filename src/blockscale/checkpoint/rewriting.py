@@ -26,7 +26,7 @@ __all__ = ["Dequantize", "Requantize", "Rewrite", "quantized_amax"]
 
 @dataclass(frozen=True)
 class _Quantized(Task):
-    """Of a quantized tensor; ``tensor`` is its data, ``parts`` all that it is stored as."""
+    """A task that reads a quantized tensor; ``tensor`` is its data, ``parts`` are all of it."""
 
     description: Description
     parts: Mapping[str, Stored]

@@ -45,7 +45,7 @@ def select(
     exclude: Sequence[str] = (),
     quantized: Collection[str] = (),
     backwards: Collection[str] = (),
-    known: Container[str] = (),
+    gated: Container[str] = (),
 ) -> dict[str, str | None]:
     """For each tensor None if it is quantized, else the reason why it is copied.
 
@@ -57,7 +57,7 @@ def select(
         exclude: globs of tensors that are not, whatever ``include`` says.
         quantized: names of what is part of a quantized tensor already.
         backwards: names of what is stored (in, out).
-        known: of :func:`blockscale.exclusions.gated_by`.
+        gated: names of :func:`blockscale.exclusions.gated_by`; a ``gate`` beside one is no router.
 
     Raises ValueError for a glob that matches nothing or nothing that can be quantized, and for a
     name in ``include`` that cannot be.
@@ -81,7 +81,7 @@ def select(
         _matches("exclude", pattern, tensors)
 
     return {
-        name: why or _left_out(name, include, exclude, known) for name, why in obstacles.items()
+        name: why or _left_out(name, include, exclude, gated) for name, why in obstacles.items()
     }
 
 
@@ -105,20 +105,20 @@ def reason(
     format: Format,
     include: Sequence[str],
     exclude: Sequence[str],
-    known: Container[str],
+    gated: Container[str],
 ) -> str | None:
-    """As :func:`select` of one tensor that is not quantized yet."""
-    return obstacle(tensor, format) or _left_out(name, include, exclude, known)
+    """What :func:`select` says of one tensor that is not quantized yet."""
+    return obstacle(tensor, format) or _left_out(name, include, exclude, gated)
 
 
 def _left_out(
-    name: str, include: Sequence[str], exclude: Sequence[str], known: Container[str]
+    name: str, include: Sequence[str], exclude: Sequence[str], gated: Container[str]
 ) -> str | None:
     if hit := _first(exclude, name):
         return f"excluded by {hit!r}"
     if include:
         return None if _first(include, name) else "not included"
-    return why_left_alone(name, known) or None
+    return why_left_alone(name, gated) or None
 
 
 def _matches(argument: str, pattern: str, names: Collection[str]) -> list[str]:

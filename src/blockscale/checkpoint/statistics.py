@@ -158,14 +158,15 @@ class ErrorStatistics:
 def _values_of_codes(scale: Scale) -> Tensor:
     """fp32, of scales of one byte."""
     codes = torch.arange(256, dtype=torch.uint8).view(scale.dtype)
-    return decode_scale(codes, scale).to(torch.int32).view(torch.float32)
+    values: Tensor = decode_scale(codes, scale)
+    return values
 
 
 def _scales(q: ScaledTensor) -> tuple[Array, NDArray[np.int64] | None]:
     """fp32 block scale times global scale, and how often each occurs. Neither is subnormal where
     there are two."""
     if is_per_matrix(q.global_scale, q.shape):
-        scales = decode_scale(q.scale, q.format.scale).to(torch.int32).view(torch.float32)
+        scales = decode_scale(q.scale, q.format.scale)
         return (scales * q.global_scale[..., None, None]).numpy(), None
     stored, counts = q.scale.flatten(), None
     if stored.dtype.itemsize == 1:
@@ -173,7 +174,7 @@ def _scales(q: ScaledTensor) -> tuple[Array, NDArray[np.int64] | None]:
         codes = frequencies.nonzero().flatten()
         scales, counts = _values_of_codes(q.format.scale)[codes], frequencies[codes].numpy()
     else:
-        scales = decode_scale(stored, q.format.scale).to(torch.int32).view(torch.float32)
+        scales = decode_scale(stored, q.format.scale)
     return (scales if q.global_scale is None else scales * q.global_scale).numpy(), counts
 
 
@@ -195,5 +196,5 @@ class ValueStatistics:
             self.amax = max(self.amax, float(np.abs(piece[np.isfinite(piece)]).max(initial=0)))
 
     def to_json(self) -> dict[str, Any]:
-        """JSON."""
+        """JSON with the exponents ascending."""
         return {**vars(self), "exponents": self.exponents.to_json()}

@@ -303,7 +303,7 @@ class Description:
 
 
 def unpadded(format: Format, shape: Shape, axis: int) -> Shape:
-    """Of data whose last block may be cut short, as others store it."""
+    """The shape of data as others store it: a last block that is cut short is not padded."""
     out = list(shape)
     out[axis] = format.element.stored(out[axis])
     return tuple(out)

@@ -69,7 +69,7 @@ class Summary:
             self.highest = max(self.highest or sqnr, sqnr)
 
     def to_json(self) -> dict[str, Any]:
-        """JSON."""
+        """JSON, from which ``Summary(**content)`` makes the same."""
         return dict(vars(self))
 
 

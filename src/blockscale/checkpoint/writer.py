@@ -148,7 +148,7 @@ class Part:
         self._left -= len(piece)
 
     def checksum(self) -> str:
-        """Of all of it."""
+        """The checksum of the whole tensor. AssertionError where bytes are missing."""
         if self._left:
             raise AssertionError(f"{self._left} bytes fewer than planned")
         return self._digest.hexdigest()

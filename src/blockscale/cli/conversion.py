@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json as json_module
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +23,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     from ..checkpoint import Progress as Event
 
-__all__ = ["progress", "show_summary"]
+__all__ = ["progress", "show_manifest"]
 
 
 @contextmanager
@@ -63,8 +64,12 @@ def progress(title: str) -> Iterator[Callable[[Event], None]]:
         raise typer.Exit(130) from None
 
 
-def show_summary(target: Path, manifest: dict[str, Any]) -> None:
-    """What was done, why the rest was not, and how much was lost; of a file or a folder."""
+def show_manifest(target: Path, manifest: dict[str, Any], json: bool) -> None:
+    """Print the manifest of a file or a folder as JSON; or what was done, why the rest was not, and
+    how much was lost."""
+    if json:
+        typer.echo(json_module.dumps(manifest, indent=1))
+        return
     for line in _lines(target, manifest):
         Console().print(line, soft_wrap=True)
 

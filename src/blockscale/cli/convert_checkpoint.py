@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json as json_module
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from .conversion import progress, show_summary
+from .conversion import progress, show_manifest
 
 __all__ = ["convert_checkpoint"]
 
@@ -36,7 +35,4 @@ def convert_checkpoint(
 
     with progress("converting") as tell:
         manifest = convert_folder(source, target, to, format, repair, tell)
-    if json:
-        typer.echo(json_module.dumps(manifest, indent=1))
-    else:
-        show_summary(target, manifest)
+    show_manifest(target, manifest, json)

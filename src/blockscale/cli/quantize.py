@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json as json_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from .calibrating import model_and_batches
-from .conversion import progress, show_summary
+from .conversion import progress, show_manifest
 
 if TYPE_CHECKING:
     from ..checkpoint.request import Request
@@ -88,10 +87,7 @@ def quantize(
             manifest = quantize_file(
                 *(source, target, format, *chosen, tell), convention=convention, scaling=scaling
             )
-    if json:
-        typer.echo(json_module.dumps(manifest, indent=1))
-    else:
-        show_summary(target, manifest)
+    show_manifest(target, manifest, json)
 
 
 def _of_text(

@@ -16,7 +16,7 @@ from ..kernels.cpu import calls as cpu
 from ..kernels.quantizers import calls as quantizers
 from ..layouts import get_layout, swizzle_scale
 from ..memory import as_bytes, joined
-from ..rounding import LARGEST, ROOM
+from ..rounding import LARGEST
 from ..seed import Numbers
 from ..stored import is_per_matrix
 from . import fakes
@@ -163,18 +163,13 @@ def global_scale(
                 )
             require_cpu_kernels()
             given = x if transform is None else transformed(x, transform, axis)
-            return _with_room(cpu.global_scale(given, fmt), scaling)
+            return cpu.global_scale(given, fmt, scaling)
         except Unsupported as why:
             fall_back("global_scale", x, backend, str(why))
     if transform is not None:  # a kernel may look at what torch transforms
         given = transformed(x, transform, axis).contiguous()
         return global_scale(given, format, backend, scaling=scaling)
-    return _with_room(reference.global_scale(x, fmt), scaling)
-
-
-def _with_room(scale: Tensor, scaling: str) -> Tensor:
-    """A global scale found by amax, as ``scaling`` wants it."""
-    return scale if scaling == "amax" else scale * ROOM
+    return reference.global_scale(x, fmt, scaling)
 
 
 # --- kernels --------------------------------------------------------------------------------------

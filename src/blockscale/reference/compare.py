@@ -49,7 +49,7 @@ def error_sums(
 
 def _limit(scale: Tensor, format: Format, global_scale: Tensor | None, shape: torch.Size) -> Tensor:
     """``element.max * scale`` for each element."""
-    scales = decode_scale(scale, format.scale).to(torch.int32).view(torch.float32)
+    scales = decode_scale(scale, format.scale)
     if global_scale is not None:
         scales = scales * global_scale
     limit = scales * (format.element.max * SLACK)

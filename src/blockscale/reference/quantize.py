@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..formats import FP32, GROUP_TILE, Format, padded_groups
+from ..philox import random_bits
 from ..rounding import (
     FP32_INF,
     block_scale,
@@ -20,7 +21,6 @@ from ..rounding import (
     global_scale_from_amax,
     multiply,
     pack,
-    random_bits,
     unpack,
 )
 from ..seed import Numbers
@@ -175,11 +175,14 @@ def _store_scale(code: Tensor, format: Format) -> Tensor:
     return code.to(torch.uint8).view(format.scale.dtype)
 
 
-def global_scale(x: Tensor, format: Format) -> Tensor:
-    """The fp32 scalar ``amax / (448 * element.max)`` over the finite elements of ``x``; 1 if 0."""
+def global_scale(x: Tensor, format: Format, scaling: str = "amax") -> Tensor:
+    """The fp32 scalar ``amax / (448 * element.max)`` over the finite elements of ``x``; 1 if 0.
+
+    Other ``scaling`` than by amax leaves room above the largest scale (:data:`rounding.ROOM`).
+    """
     magnitude = float32_bits(x) & 0x7FFFFFFF
     amax = torch.where(magnitude >= FP32_INF, 0, magnitude).amax()
-    return from_float32_bits(global_scale_from_amax(amax, format))
+    return global_scale_from_amax(from_float32_bits(amax), format, scaling)
 
 
 def dequantize(
@@ -204,7 +207,7 @@ def dequantize(
         block = position // columns
         if values.shape[-1] != k:
             values = values[..., position]
-    per_element = decode_scale(scale, format.scale)[..., block]
+    per_element = float32_bits(decode_scale(scale, format.scale))[..., block]
     if len(shape) > 1:
         per_element = per_element[..., torch.arange(m, device=data.device) // rows, :]
     bits = multiply(float32_bits(values), per_element)

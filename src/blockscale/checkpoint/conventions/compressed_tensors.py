@@ -11,7 +11,7 @@ from typing import Any
 
 from ...formats import formats
 from ..storage import ONE, Place, Storage
-from .convention import Convention, Json, Scheme
+from .convention import Convention, Json, Scheme, model_config
 
 __all__ = ["COMPRESSED_TENSORS"]
 
@@ -95,7 +95,7 @@ def _configure(scheme: Scheme) -> dict[str, Json]:
         "ignore": list(scheme.left_alone),
         "kv_cache_scheme": None,
     }
-    return {"config.json": {"quantization_config": config}}
+    return model_config(config)
 
 
 def _is_weight_only(quantization: Json) -> bool:

@@ -8,9 +8,21 @@ from typing import Any
 
 from ..storage import Storage
 
-__all__ = ["Convention", "Scheme"]
+__all__ = ["CONFIG", "Convention", "Scheme", "model_config"]
 
 Json = Mapping[str, Any]
+
+#: The file of a folder that says what the model is.
+CONFIG = "config.json"
+
+
+def model_config(quantization: Json, **others: Any) -> dict[str, Json]:
+    """What is put into :data:`CONFIG`: its ``quantization_config``, and ``others`` beside that.
+
+    >>> model_config({"quant_method": "mxfp8"})
+    {'config.json': {'quantization_config': {'quant_method': 'mxfp8'}}}
+    """
+    return {CONFIG: {"quantization_config": quantization, **others}}
 
 
 @dataclass(frozen=True)

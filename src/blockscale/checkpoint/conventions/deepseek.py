@@ -10,7 +10,7 @@ import re
 
 from ...formats import formats
 from ..storage import Place, Storage
-from .convention import Convention, Json, Scheme
+from .convention import Convention, Json, Scheme, model_config
 
 __all__ = ["DEEPSEEK", "DEEPSEEK_V4", "FINE_GRAINED"]
 
@@ -18,21 +18,18 @@ _EXPERT = re.compile(r"\.experts\.\d+\.")
 _DATA = Place("{name}", ("F8_E4M3",))
 
 
-def _configure(scheme: Scheme) -> dict[str, Json]:
-    config = {
+def _fp8(scheme: Scheme) -> Json:
+    return {
         "quant_method": "fp8",
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
         "weight_block_size": [128, 128],
         "modules_to_not_convert": list(scheme.left_alone),
     }
-    return {"config.json": {"quantization_config": config}}
 
 
 def _configure_v4(scheme: Scheme) -> dict[str, Json]:
     """Readers take all experts, and nothing else, to be of ``expert_dtype``."""
-    content = _configure(scheme)["config.json"]
-    config = {**content["quantization_config"], "scale_fmt": "ue8m0"}
     four = scheme.layers.get("mxfp4", ())
     if dense := [layer for layer in four if not _EXPERT.search(layer)]:
         raise ValueError(
@@ -46,7 +43,7 @@ def _configure_v4(scheme: Scheme) -> dict[str, Json]:
             "mxfp4; choose one, or another convention"
         )
     experts = {"expert_dtype": "fp4" if four else "fp8"} if four or eight else {}
-    return {"config.json": {"quantization_config": config, **experts}}
+    return model_config({**_fp8(scheme), "scale_fmt": "ue8m0"}, **experts)
 
 
 def _configure_fine_grained(scheme: Scheme) -> dict[str, Json]:
@@ -57,7 +54,7 @@ def _configure_fine_grained(scheme: Scheme) -> dict[str, Json]:
         "activation_scheme": "dynamic",
         "modules_to_not_convert": list(scheme.left_alone),
     }
-    return {"config.json": {"quantization_config": config}}
+    return model_config(config)
 
 
 DEEPSEEK = Convention(
@@ -70,7 +67,7 @@ DEEPSEEK = Convention(
         )
     },
     methods=("fp8",),
-    configure=_configure,
+    configure=lambda scheme: model_config(_fp8(scheme)),
 )
 
 DEEPSEEK_V4 = Convention(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ...formats import formats
 from ..storage import Place, Storage, blocks
-from .convention import Convention, Json, Scheme
+from .convention import Convention, Json, Scheme, model_config
 
 __all__ = ["GPT_OSS"]
 
@@ -16,7 +16,7 @@ __all__ = ["GPT_OSS"]
 def _configure(scheme: Scheme) -> dict[str, Json]:
     scheme.only_format("gpt-oss")
     config = {"quant_method": "mxfp4", "modules_to_not_convert": list(scheme.left_alone)}
-    return {"config.json": {"quantization_config": config}}
+    return model_config(config)
 
 
 GPT_OSS = Convention(

@@ -12,7 +12,7 @@ from typing import Any
 from ...formats import formats
 from ..ours import STORAGES
 from ..storage import Place, Storage
-from .convention import Convention, Json, Scheme
+from .convention import Convention, Json, Scheme, model_config
 
 __all__ = ["MODELOPT"]
 
@@ -76,7 +76,7 @@ def _configure(scheme: Scheme) -> dict[str, Json]:
         if formats[format].has_global_scale:
             config["config_groups"] = {"group_0": _group(format, scheme, ["Linear"])}
     return {
-        "config.json": {"quantization_config": config},
+        **model_config(config),
         "hf_quant_config.json": {"producer": _PRODUCER, "quantization": older},
     }
 

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from ..ours import STORAGES
-from .convention import Convention, Json, Scheme
+from .convention import Convention, Json, Scheme, model_config
 
 __all__ = ["BLOCKSCALE"]
 
 
 def _configure(scheme: Scheme) -> dict[str, Json]:
-    """So that no program takes the codes for weights."""
+    """Name a ``quant_method`` that no program knows, so that none takes the codes for weights."""
     config = {
         "quant_method": "blockscale",
         "formats": sorted(scheme.layers),
         "weight_only": scheme.weight_only,
         "modules_to_not_convert": list(scheme.left_alone),
     }
-    return {"config.json": {"quantization_config": config}}
+    return model_config(config)
 
 
 BLOCKSCALE = Convention(

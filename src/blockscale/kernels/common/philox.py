@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Random bits of elements, as ``rounding.random_bits`` has them: Philox4x32-10."""
+"""Random bits of elements, as ``blockscale.philox`` has them: Philox4x32-10."""
 
 from __future__ import annotations
 

@@ -152,9 +152,9 @@ def quantize_best(
     return data.view(format.element.dtype), scale
 
 
-def global_scale(x: Tensor, format: Format) -> Tensor:
-    """The fp32 scalar ``amax / (448 * element.max)`` over the finite elements of ``x``; 1 if 0."""
-    return from_float32_bits(global_scale_from_amax(float32_bits(amax(x)), format))
+def global_scale(x: Tensor, format: Format, scaling: str = "amax") -> Tensor:
+    """As ``reference.global_scale``."""
+    return global_scale_from_amax(amax(x), format, scaling)
 
 
 def amax(x: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Stochastic rounding: ``rounding.random_bits`` and what it decides, as compiled loops.
+"""Stochastic rounding: ``philox.random_bits`` and what it decides, as compiled loops.
 
 Compared with fp32's own rounding, which :func:`arith.encode` uses, the part cut off is at hand as
 an integer and is compared with 32 random bits. It counts down to 2^-32 of an element's quantum,

@@ -1,0 +1,48 @@
+"""Weights that a caller has quantized already, for ``quantize_folder``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import folders
+import pytest
+import torch
+from folders import QUANTIZED, weights
+
+import blockscale as bs
+from blockscale import checkpoint
+
+K = QUANTIZED[1]
+DOWN = QUANTIZED[-1]
+
+
+def test_they_are_what_the_folder_needs(tmp_path: Path):
+    high = weights()[DOWN]
+    q = bs.quantize(high, "nvfp4")
+    given = folders.make(tmp_path / "in"), tmp_path / "out", "nvfp4", "modelopt"
+    k = bs.quantize(weights()[K] * 2, "nvfp4")
+    for made, message in (
+        ({"model.norm.weight": q}, "there is no such tensor in the folder"),
+        ({"model.embed_tokens.weight": q}, r"weights: .model\.embed_.*' would not be quantized"),
+        ({DOWN: bs.quantize(high)}, r"is mxfp8 of \(128, 256\) along axis -1; expected nvfp4"),
+        ({K: k}, "has the global scale .* make all of this folder's model"),
+        ({DOWN: bs.quantize(high, "nvfp4", layout="tcgen05")}, "with compact scales"),
+        ({DOWN: bs.quantize(high, "nvfp4", axis=-2)}, "along axis -2; expected .* axis -1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            checkpoint.quantize_folder(*given, weights=made)
+        assert not (tmp_path / "out.partial").exists()
+    checkpoint.quantize_folder(*given, weights={DOWN: q})
+    with pytest.raises(ValueError, match=r"target: .* was made with another weights"):
+        checkpoint.quantize_folder(*given)
+
+
+def test_a_stack_of_matrices(tmp_path: Path):
+    """Is refused by its name; it was compared with rows of the folder's, and no name was told."""
+    experts = torch.randn(4, 64, 64).bfloat16()
+    source = folders.make(tmp_path / "in", {"experts.up_proj": experts, "q.weight": experts[0]})
+    with pytest.raises(ValueError, match=r"weights: 'experts.up_proj' is a stack of matrices"):
+        checkpoint.quantize_folder(
+            source, tmp_path / "out", weights={"experts.up_proj": bs.quantize(experts)}
+        )
+    assert not (tmp_path / "out.partial").exists()
