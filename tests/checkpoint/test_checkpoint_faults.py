@@ -331,6 +331,10 @@ def test_a_file_of_the_folder_is_quantized_already(source: Path, tmp_path: Path)
     (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     with pytest.raises(ValueError, match="is quantized already, as the header of its file says"):
         checkpoint.quantize_folder(source, tmp_path / "out", "nvfp4", "modelopt")
+    with pytest.raises(ValueError, match="is quantized already, as the header of its file says"):
+        checkpoint.quantize_file(
+            source / FILES[0], tmp_path / "y.safetensors", "nvfp4", convention="modelopt"
+        )
     checkpoint.quantize_folder(source, tmp_path / "out", "nvfp4")
     formats = {checkpoint.load_folder(tmp_path / "out")[n].format.name for n in QUANTIZED}
     assert formats == {"mxfp8", "nvfp4"}

@@ -232,6 +232,12 @@ class _Plan:
 def _plan(files: Files, request: Request) -> _Plan:
     format, include, exclude = request.format, request.include, request.exclude
     earlier = described_in_headers(files, "source")
+    if earlier and not request.convention.describes_itself:
+        raise ValueError(
+            f"source: {show(next(iter(earlier)))} is quantized already, as the header of its file "
+            f"says, which {request.convention.title} does not; take the file in high precision, "
+            "or convention 'blockscale'"
+        )
     parts = part_names(earlier)
     tensors, backwards = files.tensors, outputs_last(files)
     gated = gated_by(tensors, files.shape_of)
@@ -281,14 +287,7 @@ def _plan_of_folder(files: Files, config: Mapping[str, Any], request: Request) -
             "`blockscale convert-checkpoint` writes it in another way"
         )
     request.convention.check_model(config, "convention")
-    plan = _plan(files, request)
-    if plan.earlier and not request.convention.describes_itself:
-        raise ValueError(
-            f"source: {show(next(iter(plan.earlier)))} is quantized already, as the header of "
-            f"its file says, which {request.convention.title} does not; take the file in high "
-            "precision, or convention 'blockscale'"
-        )
-    return plan
+    return _plan(files, request)
 
 
 def _check_weights(weights: Mapping[str, ScaledTensor], plan: _Plan) -> None:
