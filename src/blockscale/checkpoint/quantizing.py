@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..exclusions import gated_by
 from ..formats import Format
 from ..tensor import ScaledTensor
@@ -170,13 +172,7 @@ def quantize_folder(
             raise NotADirectoryError(
                 f"source: {source} is a file; name the folder with it, or give it to quantize_file"
             )
-        config = read_config(files, "source")
-        if config.get("quantization_config") is not None:
-            raise ValueError(
-                f"source: {files.folder} is quantized already, as its config.json says; "
-                "`blockscale convert-checkpoint` writes it in another way"
-            )
-        request.convention.check_model(config, "convention")
+        config = _config_of(files, request)
         plan = _plan(files, request)
         _check_made(request.weights, plan)
         if plan.earlier and not request.convention.describes_itself:
@@ -196,13 +192,27 @@ def quantize_folder(
         )
 
 
-def names_to_quantize(source: Path, target: Path, request: Request) -> set[str]:
-    """Of the tensors of a folder; the errors of :func:`quantize_folder` that need no more."""
+def dtypes_to_quantize(source: Path, target: Path, request: Request) -> dict[str, torch.dtype]:
+    """Names and dtypes of a folder's tensors; the errors of :func:`quantize_folder` that need no
+    more."""
     with Files(source, "source") as files:
         check_place(files, target)
-        request.convention.check_model(read_config(files, "source"), "convention")
+        _config_of(files, request)
         reasons = _plan(files, request).reasons
-        return {name for name, why in reasons.items() if why is None}
+        tensors = files.tensors
+        return {n: TORCH_DTYPES[tensors[n].dtype] for n, why in reasons.items() if why is None}
+
+
+def _config_of(files: Files, request: Request) -> dict[str, Any]:
+    """The folder's configuration. ValueError where it is of another model, or quantized."""
+    config = read_config(files, "source")
+    if config.get("quantization_config") is not None:
+        raise ValueError(
+            f"source: {files.folder} is quantized already, as its config.json says; "
+            "`blockscale convert-checkpoint` writes it in another way"
+        )
+    request.convention.check_model(config, "convention")
+    return config
 
 
 @dataclass(frozen=True)
