@@ -400,11 +400,15 @@ def test_weights_that_are_quantized_already(llama: Path, tmp_path: Path):
     for weights, message in (
         ({"model.norm.weight": q}, r"weights: .model\.norm\.weight. would not be quantized"),
         ({"down_proj.weight": q}, "there is no such tensor in the folder"),
-        ({name: bs.quantize(high)}, r"is mxfp8 of \(128, 256\); expected nvfp4"),
-        ({other: q}, "has the global scale .* make all of this folder's model"),
+        ({name: bs.quantize(high)}, r"is mxfp8 of \(128, 256\) along .*; expected nvfp4"),
+        ({other: q}, "has the global scale .* make all of .* scaling 'amax' and power_of_two=F"),
+        ({name: bs.quantize(high, "nvfp4", axis=-2)}, r"along axis -2; expected nvfp4 .* along -1"),
         ({name: bs.quantize(high, "nvfp4", layout="tcgen05")}, "with compact scales"),
     ):
         with pytest.raises(ValueError, match=message):
+            checkpoint.quantize_folder(*given, weights=weights)
+    for weights in ([q], {name: high}):
+        with pytest.raises(TypeError, match=r"weights: got .* expected a dictionary"):
             checkpoint.quantize_folder(*given, weights=weights)
     checkpoint.quantize_folder(*given, weights={name: q})
     with pytest.raises(ValueError, match=r"target: .* was made with another weights"):

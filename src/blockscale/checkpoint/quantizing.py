@@ -41,18 +41,26 @@ def _check_made(weights: Mapping[str, ScaledTensor], plan: _Plan) -> None:
             why = plan.reasons.get(name, "there is no such tensor in the folder")
             raise ValueError(f"{shown} would not be quantized ({why}); leave it out")
         shape = tuple(plan.files.tensors[name].shape)
-        if q.format != format or tuple(q.shape) != shape or q.layout_name != "compact":
+        is_other = q.format != format or tuple(q.shape) != shape or q.axis != -1
+        if is_other or q.offsets is not None or q.layout_name != "compact":
             raise ValueError(
-                f"{shown} is {q.format.name} of {tuple(q.shape)}; expected {format.name} of "
-                f"{shape} with compact scales: make it of this folder's model, by blockscale.gptq"
+                f"{shown} is {q.format.name} of {tuple(q.shape)} along axis {q.axis}; expected "
+                f"{format.name} of {shape} along -1, with compact scales: make it of this folder's "
+                "model, by blockscale.gptq"
+            )
+        if plan.request.storage.scale_rounding and (q.scale.frexp().mantissa != 0.5).any():
+            raise ValueError(
+                f"{shown} has scales that are no powers of two, which alone "
+                f"{plan.request.convention.title} has; leave it out, or choose another convention"
             )
         if q.global_scale is not None and plan.scales is not None:
             own, needed = q.global_scale.item(), plan.scales[name].item()
             if own != needed:
                 raise ValueError(
                     f"{shown} has the global scale {own:g}; {needed:g} is that of the folder's "
-                    "tensor and of what servers fuse with it: make all of this folder's model, "
-                    "with the same scaling"
+                    "tensor and of what servers fuse with it: make all of this folder's model, in "
+                    f"the dtype of its files, with scaling {plan.request.scaling!r} and "
+                    f"power_of_two={plan.request.storage.divides}"
                 )
 
 

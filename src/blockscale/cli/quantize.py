@@ -112,6 +112,11 @@ def _of_text(
     from ..checkpoint.quantizing import dtypes_to_quantize
 
     # what is wrong is said before a model runs
+    if gptq and request.storage.scale_rounding:
+        raise ValueError(
+            f"gptq: {request.convention.title} has scales that are powers of two, which gptq does "
+            "not make; leave it out, or choose another convention"
+        )
     dtypes = dtypes_to_quantize(source, target, request)
     model, batches = model_and_batches(source, text, dtypes)
     layers = {f"{name}.weight" for name, each in model.named_modules() if isinstance(each, Linear)}
