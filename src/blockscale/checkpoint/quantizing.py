@@ -316,7 +316,8 @@ def _plan(files: Files, request: Request) -> _Plan:
             power_of_two=request.storage.divides,
             room=request.scaling != "amax",
         )
-    layers = [name.removesuffix(".weight") for name, why in reasons.items() if why is None]
+    quantized = [name for name, why in reasons.items() if why is None]
+    layers = [name.removesuffix(".weight") for name in quantized]
     input_scales = InputScales(layers, request.amax, format)
     if request.amax is not None and len(input_scales.missing) == len(layers):
         raise ValueError(
@@ -328,5 +329,12 @@ def _plan(files: Files, request: Request) -> _Plan:
         warnings.append(
             f"{len(input_scales.missing)} layers ({', '.join(input_scales.missing[:3])}) were not "
             f"calibrated, and have an input_scale of {INPUT_SCALE:g}"
+        )
+    rest = [name for name in quantized if name not in request.weights]
+    if request.weights and rest:
+        names = ", ".join(map(show, rest[:3]))
+        warnings.append(
+            f"{len(rest)} of {len(quantized)} tensors ({names}) are rounded to nearest, as no "
+            "weights were made of them"
         )
     return _Plan(files, request, reasons, earlier, scales, input_scales, warnings)
