@@ -253,6 +253,8 @@ def test_refusals():
         bs.gptq(model(), BATCHES, scaling="ms_eden")
     with pytest.raises(ValueError, match="model: has no linear layer that could be nvfp4"):
         bs.gptq(nn.Linear(9, 9), BATCHES)
+    with pytest.raises(ValueError, match="model: the weight of q_proj is on device meta"):
+        bs.gptq(model().to("meta"), BATCHES)
     with pytest.raises(ValueError, match=r"batches: can be gone through once, .* runs 6 times"):
         bs.gptq(model(), iter(BATCHES), memory=1)
     assert bs.gptq(model(), iter(BATCHES))

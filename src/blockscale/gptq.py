@@ -95,6 +95,11 @@ def gptq(
             f"model: has no linear layer that could be {fmt.name}; inputs must be a multiple of "
             f"{fmt.block_size}, weights parameters in float32, bfloat16 or float16, and {why}"
         )
+    if elsewhere := next((name for name, layer in layers.items() if layer.weight.is_meta), ""):
+        raise ValueError(
+            f"model: the weight of {elsewhere} is on device meta, where it has no values; load the "
+            "model without offloading"
+        )
     names: dict[int, str] = {}  # of weights, the first one
     first = {name: names.setdefault(id(layer.weight), name) for name, layer in layers.items()}
     turns = list(_that_fit({name: layers[name] for name in names.values()}, memory))

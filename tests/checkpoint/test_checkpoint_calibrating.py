@@ -65,12 +65,15 @@ def test_said_before_a_model_runs(opt: Path, tmp_path: Path, blockscale: Cli):
     text, out = opt.parent / "text", tmp_path / "out"
     (tmp_path / "binary").write_bytes(bytes(range(256)))
     unknown = _changed(opt, tmp_path / "unknown", model_type="unheard")
+    damaged = _changed(opt, tmp_path / "damaged")
+    (damaged / "tokenizer.json").write_text('{"added_tokens": [], "model": {"type": "?"}}')
     quantized = tmp_path / "quantized"
     assert blockscale("quantize", opt, quantized, "--format=nvfp4").code == 0
     for source, file, options, message in (
         (opt, text, ["--format=mxfp8"], "calibrate: mxfp8 has no scale of activations"),
         (opt, tmp_path / "binary", [], "no text in UTF-8 (byte 128); name another file"),
         (unknown, text, [], "calibrate: transformers cannot load the model of"),
+        (damaged, text, [], "calibrate: transformers cannot load the tokenizer of"),
         (quantized, text, [], "is quantized already, as its config.json says"),
         (opt, text, ["--gptq", "--include=*embed_tokens*"], "gptq: none of the 1 tensors"),
     ):

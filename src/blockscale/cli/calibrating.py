@@ -61,7 +61,7 @@ def _loading(folder: Path, what: str) -> Iterator[None]:
     """What transformers raises, as a sentence with the argument and a remedy."""
     try:
         yield
-    except (ValueError, OSError, ImportError, RuntimeError, KeyError, AttributeError) as error:
+    except Exception as error:  # tokenizers raises nothing more special
         why = " ".join(str(error).split())
         raise ValueError(
             f"calibrate: transformers cannot load the {what} of {folder} ({why:.200}); leave "
