@@ -62,7 +62,8 @@ def gptq(
 
     Args:
         model: with ``torch.nn.Linear`` layers. It runs as it is: call ``model.eval()`` before.
-            **Its weights are changed** to those that the result dequantizes to.
+            **Its weights are changed** to those that the result dequantizes to, and some are where
+            this raises: load it again then.
         batches: what it is called with, as in :func:`blockscale.calibrate`; a list, or what can be
             gone through again. 128 sequences of 512 tokens are enough for most models.
         format: a name of :data:`blockscale.formats`.

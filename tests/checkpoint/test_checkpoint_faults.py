@@ -236,6 +236,16 @@ def test_nan_with_scales_of_exponents(tmp_path: Path):
     assert checkpoint.load_folder(tmp_path / "ct")[Q].dequantize().isnan().all()
 
 
+def test_made_stacks(tmp_path: Path):
+    """Chunks of their rows were taken for matrices, and an error told of shapes inside."""
+    x = torch.randn(4, 64, 128)
+    source = folders.make(tmp_path / "in", {**weights(), "experts.down_proj": x})
+    made = {"experts.down_proj": bs.quantize(x)}
+    with pytest.raises(ValueError, match=r"weights: 'experts.down_proj' is a stack of matrices"):
+        checkpoint.quantize_folder(source, tmp_path / "out", weights=made)
+    assert not (tmp_path / "out.partial").exists()
+
+
 def test_made_weights_with_scales_of_exponents(tmp_path: Path, blockscale: Cli):
     """In the middle it said that values are not those of a dtype, and of no tensor."""
     source = folders.make(tmp_path / "in", weights(), model_type="deepseek_v4")

@@ -41,6 +41,11 @@ def _check_made(weights: Mapping[str, ScaledTensor], plan: _Plan) -> None:
             why = plan.reasons.get(name, "there is no such tensor in the folder")
             raise ValueError(f"{shown} would not be quantized ({why}); leave it out")
         shape = tuple(plan.files.tensors[name].shape)
+        if len(shape) > 2:
+            raise ValueError(
+                f"{shown} is a stack of matrices, which are rounded to nearest from the folder; "
+                "leave it out"
+            )
         is_other = q.format != format or tuple(q.shape) != shape or q.axis != -1
         if is_other or q.offsets is not None or q.layout_name != "compact":
             raise ValueError(
