@@ -26,6 +26,23 @@ def test_layers():
         bs.calibrate(nn.ReLU(), batches)
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_inputs_that_are_not_finite(bad: float):
+    """The largest of the others was taken for that of all."""
+    model, x = nn.Sequential(nn.Linear(8, 4)), torch.randn(3, 8)
+    x[1, 2] = bad
+    with pytest.raises(ValueError, match="batches: 0 is given NaN or infinities"):
+        bs.calibrate(model, [torch.randn(3, 8), x])
+    assert not model[0]._forward_pre_hooks
+
+
+def test_one_batch_is_no_list():
+    model = nn.Sequential(nn.Linear(32, 4))
+    for run in (bs.calibrate, bs.gptq):
+        with pytest.raises(TypeError, match="batches: got a mapping, which is one batch; pass a l"):
+            run(model, {"input": torch.randn(3, 32)})
+
+
 def test_what_a_tokenizer_returns():
     """A mapping, and no dict."""
 

@@ -196,6 +196,56 @@ def test_channels_without_input():
     assert torch.equal(q.qdata.view(torch.uint8), nearest)
 
 
+@pytest.mark.parametrize("size", [1e-30, 1e-23, 1e-19, 1.0])
+def test_inputs_of_any_size(size: float):
+    """Squares of the smallest are subnormal, and no matrix of them is positive definite."""
+    w, x = weight(), inputs() * size
+    q = round_columns(w, x.mT @ x, "mxfp8")
+    assert error(w, q, x / size) <= error(w, bs.quantize(w, "mxfp8"), x / size) * 1.001
+
+
+def test_moments_that_sums_made_indefinite():
+    w = weight()
+    q = round_columns(w, torch.full((128, 128), 1.0) - 0.5 * torch.eye(128), "mxfp8")
+    x = torch.ones(1, 128)
+    assert error(w, q, x) < error(w, bs.quantize(w, "mxfp8"), x)
+    with pytest.raises(ValueError, match="batches: give it inputs with NaN"):
+        round_columns(w, torch.full((128, 128), math.nan).fill_diagonal_(1.0), "mxfp8")
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+def test_weights_that_are_no_parameters():
+    """What is computed at each look has no place for a result, and all are made at one address."""
+    layers = [nn.utils.parametrizations.weight_norm(nn.Linear(64, 64)) for _ in range(3)]
+    mixed = nn.Sequential(*layers, nn.Linear(64, 64))
+    mixed[3].idle = nn.ModuleList([nn.Linear(64, 9).double(), nn.LazyLinear(9), nn.Linear(64, 0)])
+    x = [inputs(columns=64)]
+    made = bs.gptq(mixed, x, "mxfp8")
+    assert list(made) == ["3.weight"]
+    for layer in layers:
+        nn.utils.parametrize.remove_parametrizations(layer, "weight")
+    assert list(bs.gptq(mixed, x, "mxfp8")) == [f"{i}.weight" for i in range(4)]
+    bs.quantize_(mixed[0], bs.Recipe("mxfp8"))
+    assert list(bs.gptq(mixed, x, "mxfp8")) == [f"{i}.weight" for i in range(1, 4)]
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp8"])
+def test_autocast_and_default_dtypes(format: str):
+    """They are the model's; sums of errors stay in fp32."""
+    models, batches = [model().float() for _ in range(3)], [x.float() for x in BATCHES]
+    made = [bs.gptq(models[0], batches, format)]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        made += [bs.gptq(models[1], batches, format)]
+    try:
+        torch.set_default_dtype(torch.float64)
+        made += [bs.gptq(models[2], batches, format)]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    codes = [each["q_proj.weight"].qdata.view(torch.uint8) for each in made]
+    assert torch.equal(codes[0], codes[1])
+    assert torch.equal(codes[0], codes[2])
+
+
 def test_refusals():
     with pytest.raises(ValueError, match="scaling: 'search' is for nvfp4, not mxfp8"):
         bs.gptq(model(), BATCHES, "mxfp8", scaling="search")
@@ -203,6 +253,8 @@ def test_refusals():
         bs.gptq(model(), BATCHES, scaling="ms_eden")
     with pytest.raises(ValueError, match="model: has no linear layer that could be nvfp4"):
         bs.gptq(nn.Linear(9, 9), BATCHES)
+    with pytest.raises(ValueError, match="model: the weight of q_proj is on device meta"):
+        bs.gptq(model().to("meta"), BATCHES)
     with pytest.raises(ValueError, match=r"batches: can be gone through once, .* runs 6 times"):
         bs.gptq(model(), iter(BATCHES), memory=1)
     assert bs.gptq(model(), iter(BATCHES))

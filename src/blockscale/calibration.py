@@ -40,11 +40,17 @@ def calibrate(model: torch.nn.Module, batches: Iterable[Any]) -> dict[str, float
         name of the layer -> amax; expert ``e`` of ``"...experts"`` is ``"...experts.e.gate_proj"``,
         ``up_proj`` and ``down_proj``. Layers and experts that no batch reached are missing.
 
-    Raises ValueError where there are no batches, or no layer was reached.
+    Raises ValueError where there are no batches, no layer was reached, or one is given what is not
+    finite.
     """
     found: dict[str, float] = {}
 
     def note(name: str, x: Tensor) -> None:
+        if not x.isfinite().all():  # amax would be that of the others
+            raise ValueError(
+                f"batches: {name} is given NaN or infinities; leave those out, or run the model in "
+                "a dtype with more range"
+            )
         if x.numel():
             found[name] = max(found.get(name, 0.0), amax(x).item())
 
@@ -57,7 +63,12 @@ def calibrate(model: torch.nn.Module, batches: Iterable[Any]) -> dict[str, float
 
 
 def run(model: torch.nn.Module, batches: Iterable[Any]) -> int:
-    """Call the model with each batch, without gradients; returns how many there were."""
+    """Call the model with each batch, without gradients; returns how many there were.
+
+    TypeError for a batch where batches should be: of a mapping, Python goes through the keys.
+    """
+    if isinstance(batches, Mapping):
+        raise TypeError("batches: got a mapping, which is one batch; pass a list of such")
     count = 0
     with torch.no_grad():
         for batch in batches:

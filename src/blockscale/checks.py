@@ -73,3 +73,7 @@ def reading(name: str, path: Path) -> Iterator[None]:
         raise ValueError(
             f"{name}: cannot read {path} ({error.strerror}); name a readable file"
         ) from None
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{name}: {path} is no text in UTF-8 (byte {error.start}); name another file"
+        ) from None

@@ -14,6 +14,8 @@ FUSED = (
     ("gate_proj", "up_proj"),
     ("gate", "up"),
     ("w1", "w3"),  # of experts too
+    ("c_fc_0", "c_fc_1"),  # of EXAONE
+    ("fc11", "fc12"),  # of Nomic's BERT
     ("q_a_proj", "kv_a_proj_with_mqa"),
     ("wq_a", "wkv"),
     ("in_proj_qkv", "in_proj_z"),

@@ -28,6 +28,7 @@ from .tensor import ScaledTensor
 
 __all__ = ["global_scales", "gptq", "linear_layers", "round_columns"]
 
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _DAMPING = 0.01  # of the mean of H's diagonal, added to it, as in the paper
 
 
@@ -55,7 +56,8 @@ def gptq(
 
     Args:
         model: with ``torch.nn.Linear`` layers. It runs as it is: call ``model.eval()`` before.
-            **Its weights are changed** to those that the result dequantizes to.
+            **Its weights are changed** to those that the result dequantizes to, and some are where
+            this raises: load it again then.
         batches: what it is called with, as in :func:`blockscale.calibrate`; a list, or what can be
             gone through again. 128 sequences of 512 tokens are enough for most models.
         format: a name of :data:`blockscale.formats`.
@@ -70,7 +72,8 @@ def gptq(
         name of the weight -> quantized, (N, K) with blocks along K, for
         :func:`blockscale.checkpoint.quantize_folder`; of a weight that layers share the first
         name. Missing are layers that no batch reached, or whose inputs are no multiple of a block,
-        and experts in stacks.
+        experts in stacks, and weights that are no parameters in float32, bfloat16 or float16 (those
+        that a parametrization computes, and those that are quantized already).
 
     Raises:
         ValueError: no batches, no layer that can be quantized, batches that cannot be gone through
@@ -85,7 +88,12 @@ def gptq(
         )
         raise ValueError(
             f"model: has no linear layer that could be {fmt.name}; inputs must be a multiple of "
-            f"{fmt.block_size}, and {why}"
+            f"{fmt.block_size}, weights parameters in float32, bfloat16 or float16, and {why}"
+        )
+    if elsewhere := next((name for name, layer in layers.items() if layer.weight.is_meta), ""):
+        raise ValueError(
+            f"model: the weight of {elsewhere} is on device meta, where it has no values; load the "
+            "model without offloading"
         )
     names: dict[int, str] = {}  # of weights, the first one
     first = {name: names.setdefault(id(layer.weight), name) for name, layer in layers.items()}
@@ -101,9 +109,10 @@ def gptq(
         for name, moments in _second_moments(model, some, first, batches).items():
             weight = some[name].weight
             try:
-                q = round_columns(
-                    weight, moments, fmt, global_scale=scales.get(name), scaling=scaling
-                )
+                with torch.autocast(weight.device.type, enabled=False):
+                    q = round_columns(
+                        weight, moments, fmt, global_scale=scales.get(name), scaling=scaling
+                    )
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
             with torch.no_grad():
@@ -175,12 +184,17 @@ def round_columns(
 def _unit_upper(moments: Tensor) -> Tensor:
     """U of U D U^T, which is ``moments`` with something added to its diagonal."""
     mean = moments.diagonal().mean()
-    if not mean.isfinite():
-        raise ValueError("batches: give it inputs with NaN or infinities; leave those out")
-    damping = _DAMPING * mean if mean else 1.0  # no input but zeros: any rounding will do
-    damped = moments + damping * torch.eye(len(moments), device=moments.device)
-    factor = torch.linalg.cholesky(damped.flip(0, 1)).flip(0, 1)
-    return factor / factor.diagonal()
+    # no input but zeros, or what fp32 cannot square: any rounding will do
+    damping = _DAMPING * mean if mean > torch.finfo(mean.dtype).tiny / _DAMPING else mean + 1
+    while (mean + damping).isfinite():
+        damped = moments.clone()
+        damped.diagonal().add_(damping)
+        factor, failed = torch.linalg.cholesky_ex(damped.flip(0, 1))
+        if not failed:
+            factor = factor.flip(0, 1)
+            return factor / factor.diagonal()
+        damping = damping * 10  # sums of many numbers may be off by more than the least of them
+    raise ValueError("batches: give it inputs with NaN or infinities; leave those out")
 
 
 def _table(element: Element, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -189,7 +203,7 @@ def _table(element: Element, device: torch.device) -> tuple[Tensor, Tensor]:
     codes = torch.arange(element.max_code + 1, dtype=torch.uint8, device=device)
     magnitudes = decode(codes, element)
     halfway = (magnitudes[1:] + magnitudes[:-1]) / 2
-    below = torch.nextafter(halfway, torch.zeros((), device=device))
+    below = torch.nextafter(halfway, torch.zeros_like(halfway))
     return magnitudes, torch.where(codes[:-1] % 2 == 0, halfway, below)
 
 
@@ -228,8 +242,20 @@ def linear_layers(
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear)
         and module.in_features % format.block_size == 0
+        and _is_plain(dict(module.named_parameters(recurse=False)).get("weight"))
         and takes(module, name)
     }
+
+
+def _is_plain(weight: Tensor | None) -> bool:
+    """Whether it is a parameter, not computed from others, with values that can be rounded."""
+    return (
+        weight is not None
+        and not torch.nn.parameter.is_lazy(weight)
+        and not isinstance(weight, ScaledTensor)
+        and weight.dtype in _DTYPES
+        and weight.numel() > 0
+    )
 
 
 def global_scales(

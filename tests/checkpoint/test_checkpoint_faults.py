@@ -235,6 +235,33 @@ def test_nan_with_scales_of_exponents(tmp_path: Path):
     assert checkpoint.load_folder(tmp_path / "ct")[Q].dequantize().isnan().all()
 
 
+def test_made_stacks(tmp_path: Path):
+    """Chunks of their rows were taken for matrices, and an error told of shapes inside."""
+    x = torch.randn(4, 64, 128)
+    source = folders.make(tmp_path / "in", {**weights(), "experts.down_proj": x})
+    made = {"experts.down_proj": bs.quantize(x)}
+    with pytest.raises(ValueError, match=r"weights: 'experts.down_proj' is a stack of matrices"):
+        checkpoint.quantize_folder(source, tmp_path / "out", weights=made)
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_made_weights_with_scales_of_exponents(tmp_path: Path, blockscale: Cli):
+    """In the middle it said that values are not those of a dtype, and of no tensor."""
+    source = folders.make(tmp_path / "in", weights(), model_type="deepseek_v4")
+    given = source, tmp_path / "out", "fp8_128x128", "deepseek-v4"
+    made = {Q: bs.quantize(weights()[Q], "fp8_128x128")}
+    with pytest.raises(ValueError, match=r"weights: .* scales that are no powers of two"):
+        checkpoint.quantize_folder(*given, weights=made)
+    made = {Q: bs.quantize(weights()[Q], "fp8_128x128", scale_rounding="rceil")}
+    checkpoint.quantize_folder(*given, weights=made)
+    text = tmp_path / "text"
+    text.write_text("words")
+    options = "--format=fp8_128x128", "--convention=deepseek-v4", "--gptq", "--calibrate", text
+    ran = blockscale("quantize", source, tmp_path / "other", *options)
+    assert ran.code == 2
+    assert "gptq: DeepSeek V4's FP8 blocks and FP4 experts has scales that are powers" in ran.err
+
+
 # --- conventions ----------------------------------------------------------------------------------
 
 
@@ -302,7 +329,8 @@ def test_activations_that_become_quantized(source: Path, tmp_path: Path, blocksc
 
 
 @pytest.mark.parametrize(
-    "value", [float("inf"), float("nan"), -1.0, 1e39, "4", torch.tensor(float("inf"))]
+    "value",
+    [float("inf"), float("nan"), -1.0, 1e39, "4", torch.tensor(float("inf")), torch.ones(2)],
 )
 def test_activations_that_are_no_magnitudes(value: object, source: Path, tmp_path: Path):
     """NaN became a scale like any other."""
@@ -319,6 +347,8 @@ def test_activations_of_other_layers(source: Path, tmp_path: Path):
             checkpoint.quantize_folder(
                 source, tmp_path / "out", "nvfp4", "modelopt", activations=amax
             )
+    with pytest.raises(TypeError, match="activations: got list; expected None, 'bfloat16', or a"):
+        checkpoint.quantize_folder(source, tmp_path / "out", "nvfp4", "modelopt", activations=[1])
     amax = {layer: torch.tensor(2688.0 / 4)}
     checkpoint.quantize_folder(source, tmp_path / "out", "nvfp4", "modelopt", activations=amax)
     assert stored(tmp_path / "out")[f"{layer}.input_scale"] == 0.25

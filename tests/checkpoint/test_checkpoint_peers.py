@@ -54,7 +54,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 SIZES: dict[str, Any] = {
     "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 128,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
     "tie_word_embeddings": False,
 }  # fmt: skip
 IDS = torch.arange(32).reshape(2, 16)

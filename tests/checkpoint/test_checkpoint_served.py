@@ -175,6 +175,8 @@ def test_the_table():
     assert len(set(members)) == len(members)
     assert fused_with("a.w3") == ("a.w1", "a.w3")
     assert fused_with("a.w2.weight") == ("a.w2.weight",)
+    assert fused_with("h.0.mlp.c_fc_1.weight") == ("h.0.mlp.c_fc_0.weight", "h.0.mlp.c_fc_1.weight")
+    assert fused_with("mlp.fc11.weight") == ("mlp.fc11.weight", "mlp.fc12.weight")
     assert fused_with("x.key.weight") == ("x.query.weight", "x.key.weight", "x.value.weight")
     assert fused_with("not_q_proj.weight") == ("not_q_proj.weight",)
 

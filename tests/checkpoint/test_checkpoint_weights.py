@@ -25,14 +25,18 @@ def test_they_are_what_the_folder_needs(tmp_path: Path):
         ({"model.norm.weight": q}, "there is no such tensor in the folder"),
         ({"model.embed_tokens.weight": q}, r"weights: .model\.embed_.*' would not be quantized"),
         ({DOWN: bs.quantize(high)}, r"is mxfp8 of \(128, 256\) along axis -1; expected nvfp4"),
-        ({K: k}, "has the global scale .* make all of this folder's model"),
+        ({K: k}, "has the global scale .* make all .* scaling 'amax' and power_of_two=F"),
         ({DOWN: bs.quantize(high, "nvfp4", layout="tcgen05")}, "with compact scales"),
         ({DOWN: bs.quantize(high, "nvfp4", axis=-2)}, "along axis -2; expected .* axis -1"),
     ):
         with pytest.raises(ValueError, match=message):
             checkpoint.quantize_folder(*given, weights=made)
         assert not (tmp_path / "out.partial").exists()
-    checkpoint.quantize_folder(*given, weights={DOWN: q})
+    for made in ([q], {DOWN: high}):
+        with pytest.raises(TypeError, match=r"weights: got .* expected a dictionary"):
+            checkpoint.quantize_folder(*given, weights=made)
+    manifest = checkpoint.quantize_folder(*given, weights={DOWN: q})
+    assert any("6 of 7 tensors" in each and "to nearest" in each for each in manifest["warnings"])
     with pytest.raises(ValueError, match=r"target: .* was made with another weights"):
         checkpoint.quantize_folder(*given)
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..exclusions import gated_by
 from ..formats import Format
 from ..tensor import ScaledTensor
@@ -27,7 +29,7 @@ from .storage import Description, part_names
 from .tasks import Copy, Quantize, Task
 from .writer import locked
 
-__all__ = ["names_to_quantize", "quantize_file", "quantize_folder"]
+__all__ = ["dtypes_to_quantize", "quantize_file", "quantize_folder"]
 
 
 def quantize_file(
@@ -160,15 +162,16 @@ def quantize_folder(
         )
 
 
-def names_to_quantize(source: Path, target: Path, request: Request) -> set[str]:
-    """Names of the tensors that :func:`quantize_folder` would quantize.
+def dtypes_to_quantize(source: Path, target: Path, request: Request) -> dict[str, torch.dtype]:
+    """Names and dtypes of the tensors that :func:`quantize_folder` would quantize.
 
     Raises those of its errors that need no more than headers.
     """
     with Files(source, "source") as files:
         check_place(files, target)
         reasons = _plan_of_folder(files, read_config(files, "source"), request).reasons
-        return {name for name, why in reasons.items() if why is None}
+        tensors = files.tensors
+        return {n: TORCH_DTYPES[tensors[n].dtype] for n, why in reasons.items() if why is None}
 
 
 @dataclass(frozen=True)
@@ -263,7 +266,8 @@ def _plan(files: Files, request: Request) -> _Plan:
             power_of_two=request.storage.divides,
             scaling=request.scaling,
         )
-    layers = [name.removesuffix(".weight") for name, why in reasons.items() if why is None]
+    quantized = [name for name, why in reasons.items() if why is None]
+    layers = [name.removesuffix(".weight") for name in quantized]
     input_scales = InputScales(layers, request.amax, format)
     if request.amax is not None and len(input_scales.missing) == len(layers):
         raise ValueError(
@@ -275,6 +279,13 @@ def _plan(files: Files, request: Request) -> _Plan:
         warnings.append(
             f"{len(input_scales.missing)} layers ({', '.join(input_scales.missing[:3])}) were not "
             f"calibrated, and have an input_scale of {INPUT_SCALE:g}"
+        )
+    rest = [name for name in quantized if name not in request.weights]
+    if request.weights and rest:
+        names = ", ".join(map(show, rest[:3]))
+        warnings.append(
+            f"{len(rest)} of {len(quantized)} tensors ({names}) are rounded to nearest, as no "
+            "weights were made of them"
         )
     return _Plan(files, request, reasons, earlier, scales, input_scales, warnings)
 
@@ -301,20 +312,27 @@ def _check_weights(weights: Mapping[str, ScaledTensor], plan: _Plan) -> None:
         shape = tuple(plan.files.tensors[name].shape)
         if len(shape) > 2:
             raise ValueError(
-                f"{shown} is a stack of matrices, which can only be rounded to nearest here; leave "
-                "it out"
+                f"{shown} is a stack of matrices, which are rounded to nearest from the folder; "
+                "leave it out"
             )
-        if (q.format, tuple(q.shape), q.axis, q.layout_name) != (format, shape, -1, "compact"):
+        found = q.format, tuple(q.shape), q.axis, q.layout_name
+        if found != (format, shape, -1, "compact") or q.offsets is not None:
             raise ValueError(
                 f"{shown} is {q.format.name} of {tuple(q.shape)} along axis {q.axis}; expected "
                 f"{format.name} of {shape} along axis -1 with compact scales: make it of this "
                 "folder's model, by blockscale.gptq"
+            )
+        if plan.request.storage.scale_rounding and (q.scale.frexp().mantissa != 0.5).any():
+            raise ValueError(
+                f"{shown} has scales that are no powers of two, which alone "
+                f"{plan.request.convention.title} has; leave it out, or choose another convention"
             )
         if q.global_scale is not None and plan.scales is not None:
             own, needed = q.global_scale.item(), plan.scales[name].item()
             if own != needed:
                 raise ValueError(
                     f"{shown} has the global scale {own:g}; {needed:g} is that of the folder's "
-                    "tensor and of what servers fuse with it: make all of this folder's model, "
-                    "with the same scaling"
+                    "tensor and of what servers fuse with it: make all of this folder's model, in "
+                    f"the dtype of its files, with scaling {plan.request.scaling!r} and "
+                    f"power_of_two={plan.request.storage.divides}"
                 )

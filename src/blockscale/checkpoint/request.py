@@ -109,18 +109,37 @@ def request_of(
     include = (include,) if isinstance(include, str) else tuple(include)
     exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude)
     check_scaling_of_weights(scaling, fmt)
-    made = {name: cast(ScaledTensor, q.cpu()) for name, q in (weights or {}).items()}
-    return Request(fmt, conv, include, exclude, activations, scaling, made)
+    return Request(fmt, conv, include, exclude, activations, scaling, _on_cpu(weights or {}))
+
+
+def _on_cpu(weights: Mapping[str, ScaledTensor]) -> dict[str, ScaledTensor]:
+    """TypeError for what is not quantized."""
+    if not isinstance(weights, Mapping) or not all(
+        isinstance(q, ScaledTensor) for q in weights.values()
+    ):
+        raise TypeError(
+            f"weights: got {type(weights).__name__}, not all of it ScaledTensors; "
+            "expected a dictionary, name -> ScaledTensor, as blockscale.gptq returns it"
+        )
+    return {name: cast(ScaledTensor, q.cpu()) for name, q in weights.items()}
 
 
 def _checked(amax: Mapping[str, float]) -> dict[str, float]:
     """Largest magnitudes as floats. Raises ValueError for one that is no magnitude."""
+    if not isinstance(amax, Mapping):
+        raise TypeError(
+            f"activations: got {type(amax).__name__}; expected None, 'bfloat16', or a dictionary, "
+            "layer -> largest magnitude of its input, as blockscale.calibrate returns it"
+        )
     largest = torch.finfo(torch.float32).max
     for layer, value in amax.items():
-        if not isinstance(value, int | float | torch.Tensor) or not 0 <= value <= largest:
+        single = isinstance(value, int | float) or (
+            isinstance(value, torch.Tensor) and value.numel() == 1
+        )
+        if not single or not 0 <= value <= largest:
             raise ValueError(
-                f"activations: {show(layer)} has {value!r:.40}; expected the largest magnitude of "
-                "its input, a finite number from 0 up: calibrate again, on other data"
+                f"activations: {show(str(layer))} has {value!r:.40}; expected the largest "
+                "magnitude of its input, a finite number from 0 up: calibrate again, on other data"
             )
     return {layer: float(value) for layer, value in amax.items()}
 

@@ -60,10 +60,16 @@ def quantize(
     """
     from ..checkpoint import quantize_file, quantize_folder
     from ..checkpoint.request import request_of
+    from ..formats import get_format
 
     chosen = tuple(include or ()), tuple(exclude or ())
     if weight_only and calibrate and not gptq:
         raise ValueError("calibrate: is for activations that are quantized; leave out weight-only")
+    if calibrate and not gptq and not get_format(format).has_global_scale:
+        raise ValueError(
+            f"calibrate: {format} has no scale of activations that a text could tell; leave it "
+            "out, or add --gptq"
+        )
     if gptq and not calibrate:
         raise ValueError("gptq: needs a text to run the model on; add --calibrate FILE")
     with progress("quantizing") as tell:
@@ -94,13 +100,28 @@ def _of_text(
     source: Path, target: Path, text: Path, request: Request, gptq: bool
 ) -> tuple[dict[str, float] | None, dict[str, ScaledTensor] | None]:
     """Largest inputs of layers, where they have a scale, and weights by GPTQ."""
+    from torch.nn import Linear
+
     from .. import calibrate
     from .. import gptq as by_gptq
-    from ..checkpoint.quantizing import names_to_quantize
+    from ..checkpoint.header import show
+    from ..checkpoint.quantizing import dtypes_to_quantize
 
     # what is wrong is said before a model runs
-    names = names_to_quantize(source, target, request)
-    model, batches = model_and_batches(source, text)
+    if gptq and request.storage.scale_rounding:
+        raise ValueError(
+            f"gptq: {request.convention.title} has scales that are powers of two, which gptq does "
+            "not make; leave it out, or choose another convention"
+        )
+    dtypes = dtypes_to_quantize(source, target, request)
+    model, batches = model_and_batches(source, text, dtypes)
+    layers = {f"{name}.weight" for name, each in model.named_modules() if isinstance(each, Linear)}
+    if gptq and layers.isdisjoint(dtypes):
+        raise ValueError(
+            f"gptq: none of the {len(dtypes)} tensors to quantize ({show(min(dtypes))}, ...) is a "
+            f"weight of a linear layer of the model that transformers makes ({show(min(layers))}, "
+            "...), which has experts in stacks and may have other names; leave gptq out"
+        )
     amax = calibrate(model, batches) if request.has_input_scale or not gptq else None
     if not gptq:
         return amax, None
@@ -109,7 +130,7 @@ def _of_text(
         batches,
         request.format,
         scaling=request.scaling,
-        filter_fn=lambda module, name: f"{name}.weight" in names,
+        filter_fn=lambda module, name: f"{name}.weight" in dtypes,
         power_of_two=request.storage.divides,
     )
     return amax, weights
