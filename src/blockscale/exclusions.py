@@ -40,6 +40,9 @@ LAST: Mapping[str, tuple[str, ...]] = {
     "scale": ("*_scale", "*_scale_inv", "*_scale_[0-9]", "scales", "*_scales"),  # other libraries'
     "state matrix": ("a_log",),  # of Mamba
     "multiplied past its layer": ("dt_proj",),  # of Mamba, in transformers
+    # of DeepSeek and GLM; servers have these in bf16 whatever a checkpoint says
+    "projection into a layer of multi-token prediction": ("eh_proj",),
+    "sparse attention's indexer": ("weights_proj", "indexer.wk"),
 }
 
 

@@ -41,8 +41,11 @@ MODELS = {
         "model.layers.3.self_attn.kv_a_proj_with_mqa.weight "
         "model.layers.3.self_attn.kv_b_proj.weight "
         "model.layers.3.mlp.shared_experts.up_proj.weight "
-        "model.layers.3.mlp.shared_experts.gate_proj.weight model.layers.61.eh_proj.weight "
-        "model.layers.3.mlp.experts.255.down_proj.weight",
+        "model.layers.3.mlp.shared_experts.gate_proj.weight "
+        "model.layers.3.mlp.experts.255.down_proj.weight "
+        "model.layers.3.self_attn.indexer.wq_b.weight attention.wk.weight",
+        "model.layers.61.eh_proj.weight model.layers.3.self_attn.indexer.weights_proj.weight "
+        "model.layers.3.self_attn.indexer.wk.weight "
         "model.layers.3.mlp.gate.weight model.layers.3.self_attn.q_a_proj.weight_scale_inv "
         "model.layers.61.shared_head.head.weight model.layers.61.embed_tokens.weight "
         "model.layers.61.enorm.weight model.layers.3.self_attn.kv_a_layernorm.weight",
