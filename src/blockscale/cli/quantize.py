@@ -103,6 +103,11 @@ def _of_text(
     from ..checkpoint.quantizing import names_to_quantize
 
     # what is wrong is said before a model runs
+    if not (request.format.has_global_scale or gptq):
+        raise ValueError(
+            f"calibrate: {request.format.name} has no scale that could be calibrated, servers take "
+            "those of activations as they come; leave it out, or add --gptq"
+        )
     names = names_to_quantize(source, target, request)
     model, batches = model_and_batches(source, text)
     amax = calibrate(model, batches) if request.has_input_scale or not gptq else None
