@@ -10,10 +10,12 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
-__all__ = ["model_and_batches"]
+__all__ = ["first_tokens", "model_and_batches"]
 
 #: Tokens of a sequence, most sequences, and sequences at a time.
 LENGTH, SEQUENCES, BATCH = 512, 256, 8
+#: Of a token, for the first look at a text: twice what English has.
+CHARACTERS = 8
 
 
 def model_and_batches(folder: Path, text: Path) -> tuple[Module, list[Tensor]]:
@@ -23,8 +25,6 @@ def model_and_batches(folder: Path, text: Path) -> tuple[Module, list[Tensor]]:
     """
     import torch
 
-    from ..checks import reading
-
     try:
         transformers: Any = import_module("transformers")
     except ImportError:
@@ -32,15 +32,39 @@ def model_and_batches(folder: Path, text: Path) -> tuple[Module, list[Tensor]]:
             "calibrate: transformers, which runs the model, is not installed; install it, or leave "
             "calibrate out"
         ) from None
-    with reading("calibrate", text):
-        content = text.read_text(encoding="utf-8")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    tokens = tokenizer(content, return_tensors="pt").input_ids[0][: LENGTH * SEQUENCES]
+    _beginning(text, 1)  # what is wrong with it is said before transformers takes its time
+    tokens = first_tokens(transformers.AutoTokenizer.from_pretrained(folder), text)
     if not len(tokens):
         raise ValueError(f"calibrate: {text} has no text; name another file")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to(device)
     return model.eval(), _batches(tokens.to(device))
+
+
+def first_tokens(tokenizer: Any, text: Path) -> Tensor:
+    """Those at the beginning of a text that a model is run on; little more of it is read.
+
+    Where the text is cut, the last tokens may be others than in the whole: enough of them follow.
+    """
+    most, characters = LENGTH * SEQUENCES, CHARACTERS * LENGTH * SEQUENCES
+    while True:
+        content = _beginning(text, characters)
+        tokens: Tensor = tokenizer(content, return_tensors="pt").input_ids[0]
+        if len(tokens) >= most + LENGTH or len(content) < characters:
+            return tokens[:most]
+        characters *= 2
+
+
+def _beginning(text: Path, characters: int) -> str:
+    from ..checks import reading
+
+    try:
+        with reading("calibrate", text), text.open(encoding="utf-8") as file:
+            return file.read(characters)
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"calibrate: {text} is no text in UTF-8 ({error.reason}); name a file of plain text"
+        ) from None
 
 
 def _batches(tokens: Tensor) -> list[Tensor]:
