@@ -333,6 +333,7 @@ def test_calibrate_by_the_command(
     )  # fmt: skip
     assert ran.code == 0, ran.err
     assert "not calibrated" not in ran.out
+    assert "the model runs on 700 tokens of text" in ran.err
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).eval()
     found = bs.calibrate(model, batches)
     scales = {n: x for n, x in stored(tmp_path / "out").items() if n.endswith("input_scale")}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
+
+    from ..checkpoint import Progress
 
 __all__ = ["first_tokens", "model_and_batches"]
 
@@ -18,8 +22,11 @@ LENGTH, SEQUENCES, BATCH = 512, 256, 8
 CHARACTERS = 8
 
 
-def model_and_batches(folder: Path, text: Path) -> tuple[Module, list[Tensor]]:
-    """The model in ``folder``, and a text as tokens in batches that it can be called with.
+def model_and_batches(
+    folder: Path, text: Path, tell: Callable[[Progress], None]
+) -> tuple[Module, Iterable[Tensor]]:
+    """The model in ``folder``, and a text as tokens in batches that it can be called with, which
+    ``tell`` how far the model is.
 
     Raises ValueError where transformers is missing, or the text cannot be read or is empty.
     """
@@ -38,7 +45,24 @@ def model_and_batches(folder: Path, text: Path) -> tuple[Module, list[Tensor]]:
         raise ValueError(f"calibrate: {text} has no text; name another file")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to(device)
-    return model.eval(), _batches(tokens.to(device))
+    return model.eval(), _Told(_batches(tokens.to(device)), f"{len(tokens):,} tokens", tell)
+
+
+@dataclass(frozen=True)
+class _Told:
+    """Batches that say where they are, each time that a model goes through them."""
+
+    batches: list[Tensor]
+    what: str
+    tell: Callable[[Progress], None]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        from ..checkpoint import Progress
+
+        self.tell(Progress(note=f"the model runs on {self.what} of text"))
+        for i, batch in enumerate(self.batches, 1):
+            self.tell(Progress(name=f"batch {i} of {len(self.batches)}"))
+            yield batch
 
 
 def first_tokens(tokenizer: Any, text: Path) -> Tensor:

@@ -49,7 +49,9 @@ def progress(title: str) -> Iterator[Callable[[Event], None]]:
             console.print(Text(event.note))
         count = f"{event.tensors}/{event.total_tensors} tensors" if event.total_tensors else ""
         name = show(event.name)[-40:] if event.name else ""
-        bar.update(task, completed=event.bytes, total=event.total_bytes, tensors=f"{count} {name}")
+        # no bytes: the model runs, and the bar moves to and fro
+        total = event.total_bytes or None
+        bar.update(task, completed=event.bytes, total=total, tensors=f"{count} {name}".strip())
 
     try:
         with bar:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +13,7 @@ from .calibrating import model_and_batches
 from .conversion import progress, show_summary
 
 if TYPE_CHECKING:
+    from ..checkpoint import Progress
     from ..checkpoint.request import Request
     from ..tensor import ScaledTensor
 
@@ -73,7 +75,7 @@ def quantize(
             weights = None
             if calibrate:
                 request = request_of(format, convention, *chosen, activations, scaling)
-                found, weights = _of_text(source, target, calibrate, request, gptq)
+                found, weights = _of_text(source, target, calibrate, request, gptq, tell)
                 activations = activations or found
             manifest = quantize_folder(
                 *(source, target, format, convention, *chosen, tell),
@@ -95,7 +97,12 @@ def quantize(
 
 
 def _of_text(
-    source: Path, target: Path, text: Path, request: Request, gptq: bool
+    source: Path,
+    target: Path,
+    text: Path,
+    request: Request,
+    gptq: bool,
+    tell: Callable[[Progress], None],
 ) -> tuple[dict[str, float] | None, dict[str, ScaledTensor] | None]:
     """Largest inputs of layers, where they have a scale, and weights by GPTQ."""
     from .. import calibrate
@@ -109,7 +116,7 @@ def _of_text(
             "those of activations as they come; leave it out, or add --gptq"
         )
     names = names_to_quantize(source, target, request)
-    model, batches = model_and_batches(source, text)
+    model, batches = model_and_batches(source, text, tell)
     amax = calibrate(model, batches) if request.has_input_scale or not gptq else None
     if not gptq:
         return amax, None
