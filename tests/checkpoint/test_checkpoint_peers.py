@@ -412,7 +412,9 @@ def test_weights_that_are_quantized_already(llama: Path, tmp_path: Path):
     ):
         with pytest.raises(ValueError, match=message):
             checkpoint.quantize_folder(*given, weights=weights)
-    checkpoint.quantize_folder(*given, weights={name: q})
+    manifest = checkpoint.quantize_folder(*given, weights={name: q})
+    assert "13 of 14 weights" in manifest["warnings"][0]
+    assert "are rounded to nearest, not by GPTQ" in manifest["warnings"][0]
     with pytest.raises(ValueError, match=r"target: .* was made with another weights"):
         checkpoint.quantize_folder(*given)
 

@@ -298,7 +298,8 @@ def _plan(files: Files, request: Request) -> _Plan:
             power_of_two=request.storage.divides,
             room=request.scaling != "amax",
         )
-    layers = [name.removesuffix(".weight") for name, why in reasons.items() if why is None]
+    named = [name for name, why in reasons.items() if why is None]
+    layers = [name.removesuffix(".weight") for name in named]
     input_scales = InputScales(layers, request.amax, format)
     if request.amax is not None and len(input_scales.missing) == len(layers):
         raise ValueError(
@@ -311,4 +312,10 @@ def _plan(files: Files, request: Request) -> _Plan:
             f"{len(input_scales.missing)} layers ({', '.join(input_scales.missing[:3])}) were not "
             f"calibrated, and have an input_scale of {INPUT_SCALE:g}"
         )
+    if request.weights and (nearest := [name for name in named if name not in request.weights]):
+        warnings.append(
+            f"{len(nearest)} of {len(named)} weights ({', '.join(map(show, nearest[:3]))}) are "
+            "rounded to nearest, not by GPTQ, which leaves experts and what its text did not reach"
+        )
+    warnings += request.convention.caveats({n: (format.name, tensors[n].shape) for n in named})
     return _Plan(files, request, reasons, earlier, scales, input_scales, warnings)
