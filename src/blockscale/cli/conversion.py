@@ -105,7 +105,8 @@ def _lines(target: Path, manifest: dict[str, Any]) -> Iterator[Text]:
     if "input_scale" in manifest:
         yield Text(
             f"  input_scale {manifest['input_scale']:g}, not calibrated: servers that quantize "
-            "activations to nvfp4 cut those above 2688 and lose precision in blocks below 0.09"
+            "activations to nvfp4 cut those above 2688 and lose precision in blocks below 0.09 "
+            "(quantize a folder with --calibrate FILE)"
         )
     if unvisited := manifest.get("unvisited_experts"):
         names = ", ".join(map(show, unvisited[:3]))
