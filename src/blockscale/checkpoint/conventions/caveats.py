@@ -1,6 +1,6 @@
 """What a reader of a convention gets wrong of weights that it should read, to be told beforehand.
 
-Found with transformers 5.24. Other readers of the same folders are right.
+Found with transformers 5.24.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ Made = Mapping[str, tuple[str, Sequence[int]]]
 
 EXPERT = re.compile(r"\.experts\.\d+\.")
 
-#: Format -> what transformers makes of experts in compressed-tensors, and what to write for it.
+#: Format -> what transformers does with experts in compressed-tensors, and what to write for it.
 _EXPERTS = {
-    "nvfp4": "without their global scales, so outputs are wrong; for it choose mxfp4",
-    "mxfp8": "with an error; for it choose convention 'fine-grained'",
-    "fp8_128x128": "with an error; for it choose convention 'deepseek'",
+    "nvfp4": ("drops the global scales of", "format mxfp4"),
+    "mxfp8": ("cannot load", "convention 'fine-grained'"),
+    "fp8_128x128": ("cannot load", "convention 'deepseek'"),
 }
 
 
@@ -32,8 +32,8 @@ def compressed_experts(made: Made) -> list[str]:
     """``CompressedTensorsDequantize`` broadcasts scales of blocks, and knows no global ones."""
     formats = dict.fromkeys(format for name, (format, _) in made.items() if EXPERT.search(name))
     return [
-        f"transformers loads experts in {format} of compressed-tensors {_EXPERTS[format]} (vLLM "
-        "reads them as they are)"
+        f"transformers {_EXPERTS[format][0]} experts in {format} of compressed-tensors; for it "
+        f"choose {_EXPERTS[format][1]}"
         for format in formats
         if format in _EXPERTS
     ]
