@@ -75,5 +75,5 @@ def reading(name: str, path: Path) -> Iterator[None]:
         ) from None
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"{name}: {path} is no text in UTF-8 (byte {error.start}); name another file"
+            f"{name}: {path} is no text in UTF-8 ({error.reason}); name a file of plain text"
         ) from None

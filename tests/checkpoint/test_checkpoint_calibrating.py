@@ -71,7 +71,12 @@ def test_said_before_a_model_runs(opt: Path, tmp_path: Path, blockscale: Cli):
     assert blockscale("quantize", opt, quantized, "--format=nvfp4").code == 0
     for source, file, options, message in (
         (opt, text, ["--format=mxfp8"], "calibrate: mxfp8 has no scale of activations"),
-        (opt, tmp_path / "binary", [], "no text in UTF-8 (byte 128); name another file"),
+        (
+            opt,
+            tmp_path / "binary",
+            [],
+            "no text in UTF-8 (invalid start byte); name a file of plain",
+        ),
         (unknown, text, [], "calibrate: transformers cannot load the model of"),
         (damaged, text, [], "calibrate: transformers cannot load the tokenizer of"),
         (quantized, text, [], "is quantized already, as its config.json says"),

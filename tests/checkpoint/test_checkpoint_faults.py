@@ -322,7 +322,7 @@ def test_activations_that_become_quantized(source: Path, tmp_path: Path, blocksc
     assert ran.code == 0
     assert "warning: activations are in high precision in the source; NVIDIA ModelOpt" in ran.out
     out = checkpoint.convert_folder(folder, tmp_path / "ct", "compressed-tensors")
-    assert "warnings" not in out
+    assert not any("activations" in each for each in out.get("warnings", ()))
 
 
 # --- what is asked for ----------------------------------------------------------------------------

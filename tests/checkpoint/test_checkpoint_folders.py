@@ -197,7 +197,11 @@ def test_bad_folders(source: Path, tmp_path: Path, blockscale: Cli):
         return blockscale("quantize", place, tmp_path / "out", *flags)
 
     refused(run(convention="modelop"), "convention: got 'modelop'", "did you mean 'modelopt'?")
-    refused(run(format="mxfp4"), "format: NVIDIA ModelOpt has no mxfp4; it has mxfp8, nvfp4")
+    refused(
+        run(format="mxfp4"),
+        "format: NVIDIA ModelOpt has no mxfp4; it has mxfp8, nvfp4, and mxfp4 is in convention "
+        "'blockscale', 'compressed-tensors', 'deepseek-v4', 'gpt-oss'",
+    )
     refused(run(convention="gpt-oss", format="mxfp4"), "is for models of type gpt_oss")
     refused(blockscale("quantize", source, source / "out", "--format", "mxfp8"), "lies in it")
     refused(

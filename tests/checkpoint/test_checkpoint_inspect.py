@@ -202,6 +202,21 @@ def test_figures_are_values(made: Path, source: Path):
         plots.values(checkpoint.inspect_file(made))
 
 
+def test_a_label_lies_above_the_line_of_the_worst_tensor(tmp_path: Path):
+    from blockscale.checkpoint import plots
+
+    x = torch.randn(128, 256, generator=torch.Generator().manual_seed(0))
+    worst = torch.where(x.abs() > 1, x.sign() * 5.1, x * 0.3)  # between two codes, or flushed
+    checkpoint.save_file({"a.weight": x, "b.weight": worst}, tmp_path / "in")
+    checkpoint.quantize_file(tmp_path / "in", tmp_path / "out", "mxfp4")
+    left, _ = plots.errors(checkpoint.inspect_file(tmp_path / "out")).axes
+    (label,) = (text for text in left.texts if "flushed\n" in text.get_text())
+    bins = [patch.get_data() for patch in left.patches]
+    assert len(bins) == 2
+    for values, edges, _ in bins:
+        assert label.xy[1] >= values[max(i for i, edge in enumerate(edges) if edge <= 1.2)]
+
+
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [

@@ -333,6 +333,7 @@ def test_calibrate_by_the_command(
     )  # fmt: skip
     assert ran.code == 0, ran.err
     assert "not calibrated" not in ran.out
+    assert "the model runs on 700 tokens of text" in ran.err
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).eval()
     found = bs.calibrate(model, batches)
     scales = {n: x for n, x in stored(tmp_path / "out").items() if n.endswith("input_scale")}
@@ -387,6 +388,11 @@ def test_gptq_by_the_command(
     assert early.code == 2
     assert "exclude: 'nothing' matches none" in early.err
     assert "Loading weights" not in early.err  # it is told before a model runs
+    scaled = "--format=mxfp8", "--calibrate", tmp_path / "text"
+    early = blockscale("quantize", source, tmp_path / "no", *scaled)
+    assert early.code == 2
+    assert "calibrate: mxfp8 has no scale that could be calibrated" in early.err
+    assert "Loading weights" not in early.err
     error = blockscale("quantize", source, tmp_path / "no", "--format=mxfp8", "--gptq")
     assert error.code == 2
     assert "gptq: needs a text to run the model on; add --calibrate FILE" in error.err

@@ -157,6 +157,7 @@ def test_a_group_in_part_is_told(tmp_path: Path, blockscale: Cli):
     assert ran.code == 0
     assert "is quantized, but not 'model.layers.0.self_attn.k_proj.weight' (excluded" in ran.out
     assert "input_scale 1, not calibrated" in ran.out
+    assert "--calibrate FILE" in ran.out
     made = their_load(tmp_path / "out")
     assert f"{LAYER}self_attn.k_proj.input_scale" not in made
     q, v = (made[f"{LAYER}self_attn.{n}_proj.weight_scale_2"] for n in "qv")

@@ -36,7 +36,7 @@ def test_they_are_what_the_folder_needs(tmp_path: Path):
         with pytest.raises(TypeError, match=r"weights: got .* expected a dictionary"):
             checkpoint.quantize_folder(*given, weights=made)
     manifest = checkpoint.quantize_folder(*given, weights={DOWN: q})
-    assert any("6 of 7 tensors" in each and "to nearest" in each for each in manifest["warnings"])
+    assert any("6 of 7 weights" in each and "to nearest" in each for each in manifest["warnings"])
     with pytest.raises(ValueError, match=r"target: .* was made with another weights"):
         checkpoint.quantize_folder(*given)
 

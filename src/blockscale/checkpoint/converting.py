@@ -176,22 +176,31 @@ class _Plan:
 
     @cached_property
     def warnings(self) -> list[str]:
-        """Sentences about what servers will compute otherwise, although no weight changed."""
-        cache = []
+        """What servers will compute otherwise, although no weight changed, and what readers get
+        wrong."""
+        told = []
         if self.has_cache:
-            cache.append(
+            told.append(
                 "the source has its KV cache quantized, which its configuration says no more: "
                 "servers keep that in high precision"
             )
-        if not self.weight_only or self.convention is None or self.convention.describes_itself:
-            return cache
-        formats = dict.fromkeys(self.made(name).format.name for name in self.found)
+        if self.convention is None:
+            return told
+        made = {name: self.made(name) for name in self.found}
+        caveats = self.convention.caveats({n: (d.format.name, d.shape) for n, d in made.items()})
+        if not self.weight_only or self.convention.describes_itself:
+            return told + caveats
+        formats = dict.fromkeys(each.format.name for each in made.values())
         lost = [each for each in formats if each not in self.convention.weight_only]
-        return cache + [
-            f"activations are in high precision in the source; {self.convention.title} has no "
-            f"{each} of weights alone, and servers will quantize them"
-            for each in lost
-        ]
+        return (
+            told
+            + [
+                f"activations are in high precision in the source; {self.convention.title} has no "
+                f"{each} of weights alone, and servers will quantize them"
+                for each in lost
+            ]
+            + caveats
+        )
 
     def check(self) -> None:
         """Raise ValueError for a tensor that cannot be converted as the caller asks."""

@@ -63,10 +63,11 @@ def errors(report: FileReport) -> Figure:
         left.text(
             0.02, 0.97, _facts(total), transform=left.transAxes, va="top", fontsize=8, color=_GREY
         )
-        share = total.flushed / max(total.elements, 1)
-        if share > 0.002:  # else there is nothing to point at
+        drawn = [total] if worst is None or worst.error is None else [total, worst.error]
+        top = max(_shares(each)[_bin_of(1.0)] for each in drawn)  # of a line above, too
+        if total.flushed / max(total.elements, 1) > 0.002:  # else there is nothing to point at
             left.annotate(
-                "flushed\nto 0", (1.2, share), (0, 4), textcoords="offset points", ha="center",
+                "flushed\nto 0", (1.2, top), (0, 4), textcoords="offset points", ha="center",
                 fontsize=8, color=_GREY,
             )  # fmt: skip
     handles, labels = left.get_legend_handles_labels()
@@ -117,8 +118,16 @@ def _style(axes: Axes) -> None:
 
 
 def _draw_errors(axes: Axes, stats: ErrorStatistics, colour: str, label: str, filled: bool) -> None:
-    share = [n / max(stats.elements, 1) for n in stats.error_bins]
-    _steps(axes, share, error_bin_edges(), colour, label, filled)
+    _steps(axes, _shares(stats), error_bin_edges(), colour, label, filled)
+
+
+def _shares(stats: ErrorStatistics) -> list[float]:
+    return [n / max(stats.elements, 1) for n in stats.error_bins]
+
+
+def _bin_of(error: float) -> int:
+    """The bin that has this relative error."""
+    return max(i for i, edge in enumerate(error_bin_edges()) if edge <= error * (1 + 1e-9))
 
 
 def _draw_exponents(

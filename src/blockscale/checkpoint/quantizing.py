@@ -282,11 +282,11 @@ def _plan(files: Files, request: Request) -> _Plan:
         )
     rest = [name for name in quantized if name not in request.weights]
     if request.weights and rest:
-        names = ", ".join(map(show, rest[:3]))
         warnings.append(
-            f"{len(rest)} of {len(quantized)} tensors ({names}) are rounded to nearest, as no "
-            "weights were made of them"
+            f"{len(rest)} of {len(quantized)} weights ({', '.join(map(show, rest[:3]))}) are "
+            "rounded to nearest, not by GPTQ, which leaves experts and what its text did not reach"
         )
+    warnings += request.convention.caveats({n: (format.name, tensors[n].shape) for n in quantized})
     return _Plan(files, request, reasons, earlier, scales, input_scales, warnings)
 
 

@@ -41,7 +41,8 @@ class Reader:
             self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | getattr(os, "O_CLOEXEC", 0))
         except FileNotFoundError:
             raise FileNotFoundError(
-                f"{argument}: {self.path} does not exist; name a .safetensors file"
+                f"{argument}: {self.path} does not exist; name a .safetensors file, or a model's "
+                "folder"
             ) from None
         except OSError as error:
             raise type(error)(f"{argument}: {self.path}: {error.strerror}") from None

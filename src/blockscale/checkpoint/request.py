@@ -88,9 +88,10 @@ def request_of(
             f"format: {fmt.name!r} is not one of blockscale.formats, no file can name it"
         )
     if fmt.name not in conv.storages:
+        others = ", ".join(repr(c.name) for c in CONVENTIONS.values() if fmt.name in c.storages)
         raise ValueError(
             f"format: {conv.title} has no {fmt.name}; it has {', '.join(conv.storages)}, and "
-            "convention 'blockscale' has every format"
+            f"{fmt.name} is in convention {others}"
         )
     if isinstance(activations, str):
         choose("activations", activations, {"bfloat16": None})

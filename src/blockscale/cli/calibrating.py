@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,16 +13,21 @@ if TYPE_CHECKING:
     from torch import Tensor, dtype
     from torch.nn import Module
 
-__all__ = ["model_and_batches"]
+    from ..checkpoint import Progress
+
+__all__ = ["first_tokens", "model_and_batches"]
 
 #: Tokens of a sequence, most sequences, and sequences at a time.
 LENGTH, SEQUENCES, BATCH = 512, 256, 8
+#: Of a token, for the first look at a text: twice what English has.
+CHARACTERS = 8
 
 
 def model_and_batches(
-    folder: Path, text: Path, dtypes: Mapping[str, dtype]
-) -> tuple[Module, list[Tensor]]:
-    """The model in ``folder``, and a text as tokens in batches that it can be called with.
+    folder: Path, text: Path, dtypes: Mapping[str, dtype], tell: Callable[[Progress], None]
+) -> tuple[Module, Iterable[Tensor]]:
+    """The model in ``folder``, and a text as tokens in batches that it can be called with, which
+    ``tell`` how far the model is.
 
     ``dtypes`` are those of the weights that will be quantized, by name. The model has their values,
     whatever dtype its configuration names.
@@ -31,8 +37,6 @@ def model_and_batches(
     """
     import torch
 
-    from ..checks import reading
-
     try:
         transformers: Any = import_module("transformers")
     except ImportError:
@@ -40,11 +44,10 @@ def model_and_batches(
             "calibrate: transformers, which runs the model, is not installed; install it, or leave "
             "calibrate out"
         ) from None
-    with reading("calibrate", text):
-        content = text.read_text(encoding="utf-8")
+    _beginning(text, 1)  # what is wrong with it is said before transformers takes its time
     with _loading(folder, "tokenizer"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-        tokens = tokenizer(content, return_tensors="pt").input_ids[0][: LENGTH * SEQUENCES]
+        tokens = first_tokens(tokenizer, text)
     if not len(tokens):
         raise ValueError(f"calibrate: {text} has no text; name another file")
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -53,7 +56,46 @@ def model_and_batches(
         load = transformers.AutoModelForCausalLM.from_pretrained
         model = load(folder, dtype=one.pop() if len(one) == 1 else "auto").to(device)
     length = min(LENGTH, getattr(model.config, "max_position_embeddings", None) or LENGTH)
-    return model.eval(), _batches(tokens.to(device), length)
+    batches = _batches(tokens.to(device), length)
+    return model.eval(), _Told(batches, f"{len(tokens):,} tokens", tell)
+
+
+@dataclass(frozen=True)
+class _Told:
+    """Batches that say where they are, each time that a model goes through them."""
+
+    batches: list[Tensor]
+    what: str
+    tell: Callable[[Progress], None]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        from ..checkpoint import Progress
+
+        self.tell(Progress(note=f"the model runs on {self.what} of text"))
+        for i, batch in enumerate(self.batches, 1):
+            self.tell(Progress(name=f"batch {i} of {len(self.batches)}"))
+            yield batch
+
+
+def first_tokens(tokenizer: Any, text: Path) -> Tensor:
+    """Those at the beginning of a text that a model is run on; little more of it is read.
+
+    Where the text is cut, the last tokens may be others than in the whole: enough of them follow.
+    """
+    most, characters = LENGTH * SEQUENCES, CHARACTERS * LENGTH * SEQUENCES
+    while True:
+        content = _beginning(text, characters)
+        tokens: Tensor = tokenizer(content, return_tensors="pt").input_ids[0]
+        if len(tokens) >= most + LENGTH or len(content) < characters:
+            return tokens[:most]
+        characters *= 2
+
+
+def _beginning(text: Path, characters: int) -> str:
+    from ..checks import reading
+
+    with reading("calibrate", text), text.open(encoding="utf-8") as file:
+        return file.read(characters)
 
 
 @contextmanager

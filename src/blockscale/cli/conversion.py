@@ -50,7 +50,9 @@ def progress(title: str) -> Iterator[Callable[[Event], None]]:
             console.print(Text(event.note))
         count = f"{event.tensors}/{event.total_tensors} tensors" if event.total_tensors else ""
         name = show(event.name)[-40:] if event.name else ""
-        bar.update(task, completed=event.bytes, total=event.total_bytes, tensors=f"{count} {name}")
+        # no bytes: the model runs, and the bar moves to and fro
+        total = event.total_bytes or None
+        bar.update(task, completed=event.bytes, total=total, tensors=f"{count} {name}".strip())
 
     try:
         with bar:
@@ -108,7 +110,8 @@ def _lines(target: Path, manifest: dict[str, Any]) -> Iterator[Text]:
     if "input_scale" in manifest:
         yield Text(
             f"  input_scale {manifest['input_scale']:g}, not calibrated: servers that quantize "
-            "activations to nvfp4 cut those above 2688 and lose precision in blocks below 0.09"
+            "activations to nvfp4 cut those above 2688 and lose precision in blocks below 0.09 "
+            "(quantize a folder with --calibrate FILE)"
         )
     if unvisited := manifest.get("unvisited_experts"):
         names = ", ".join(map(show, unvisited[:3]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,6 +12,7 @@ from .calibrating import model_and_batches
 from .conversion import progress, show_manifest
 
 if TYPE_CHECKING:
+    from ..checkpoint import Progress
     from ..checkpoint.request import Request
     from ..tensor import ScaledTensor
 
@@ -78,7 +80,7 @@ def quantize(
             weights = None
             if calibrate:
                 request = request_of(format, convention, *chosen, activations, scaling)
-                found, weights = _of_text(source, target, calibrate, request, gptq)
+                found, weights = _of_text(source, target, calibrate, request, gptq, tell)
                 activations = activations or found
             manifest = quantize_folder(
                 *(source, target, format, convention, *chosen, tell),
@@ -97,7 +99,12 @@ def quantize(
 
 
 def _of_text(
-    source: Path, target: Path, text: Path, request: Request, gptq: bool
+    source: Path,
+    target: Path,
+    text: Path,
+    request: Request,
+    gptq: bool,
+    tell: Callable[[Progress], None],
 ) -> tuple[dict[str, float] | None, dict[str, ScaledTensor] | None]:
     """Largest inputs of layers, where they have a scale, and weights by GPTQ."""
     from torch.nn import Linear
@@ -114,7 +121,7 @@ def _of_text(
             "not make; leave it out, or choose another convention"
         )
     dtypes = dtypes_to_quantize(source, target, request)
-    model, batches = model_and_batches(source, text, dtypes)
+    model, batches = model_and_batches(source, text, dtypes, tell)
     layers = {f"{name}.weight" for name, each in model.named_modules() if isinstance(each, Linear)}
     if gptq and layers.isdisjoint(dtypes):
         raise ValueError(

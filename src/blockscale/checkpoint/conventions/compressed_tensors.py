@@ -11,6 +11,7 @@ from typing import Any
 
 from ...formats import formats
 from ..storage import ONE, Place, Storage
+from .caveats import compressed_experts
 from .convention import Convention, Json, Scheme, model_config
 
 __all__ = ["COMPRESSED_TENSORS"]
@@ -119,4 +120,5 @@ COMPRESSED_TENSORS = Convention(
     is_weight_only=_is_weight_only,
     fuses=True,
     weight_only=("nvfp4", "mxfp4", "mxfp8"),
+    caveats=compressed_experts,
 )

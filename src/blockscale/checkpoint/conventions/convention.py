@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..storage import Storage
+from .caveats import Made, no_caveats
 
 __all__ = ["CONFIG", "Convention", "Scheme", "model_config"]
 
@@ -71,6 +72,7 @@ class Convention:
         describes_itself: files say in their headers what is quantized.
         stacks: it has tensors of several matrices; others have a name for each matrix.
         model_types: the only ones that it is for; empty: for all.
+        caveats: what a reader gets wrong of weights, for the summary.
     """
 
     name: str
@@ -85,6 +87,7 @@ class Convention:
     describes_itself: bool = False
     stacks: bool = False
     model_types: tuple[str, ...] = ()
+    caveats: Callable[[Made], list[str]] = no_caveats
 
     def check_model(self, config: Json, argument: str) -> None:
         """ValueError unless it can be written for such a model."""

@@ -6,15 +6,13 @@ Source: the config.json of deepseek-ai/DeepSeek-V3, transformers' ``FineGrainedF
 
 from __future__ import annotations
 
-import re
-
 from ...formats import formats
 from ..storage import Place, Storage
+from .caveats import EXPERT, rows_of_equal_blocks
 from .convention import Convention, Json, Scheme, model_config
 
 __all__ = ["DEEPSEEK", "DEEPSEEK_V4", "FINE_GRAINED"]
 
-_EXPERT = re.compile(r"\.experts\.\d+\.")
 _DATA = Place("{name}", ("F8_E4M3",))
 
 
@@ -31,12 +29,12 @@ def _fp8(scheme: Scheme) -> Json:
 def _configure_v4(scheme: Scheme) -> dict[str, Json]:
     """Readers take all experts, and nothing else, to be of ``expert_dtype``."""
     four = scheme.layers.get("mxfp4", ())
-    if dense := [layer for layer in four if not _EXPERT.search(layer)]:
+    if dense := [layer for layer in four if not EXPERT.search(layer)]:
         raise ValueError(
             f"format: DeepSeek V4 has mxfp4 for experts alone, and {dense[0]!r} is none; name "
             "experts by include, or choose fp8_128x128 or another convention"
         )
-    eight = any(_EXPERT.search(layer) for layer in scheme.layers.get("fp8_128x128", ()))
+    eight = any(EXPERT.search(layer) for layer in scheme.layers.get("fp8_128x128", ()))
     if four and eight:
         raise ValueError(
             "format: DeepSeek V4 has one format for all experts, and these have fp8_128x128 and "
@@ -68,6 +66,7 @@ DEEPSEEK = Convention(
     },
     methods=("fp8",),
     configure=lambda scheme: model_config(_fp8(scheme)),
+    caveats=rows_of_equal_blocks,
 )
 
 DEEPSEEK_V4 = Convention(
