@@ -240,6 +240,26 @@ def test_bad_folders(source: Path, tmp_path: Path, blockscale: Cli):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("convention", "readers"),
+    [
+        ("blockscale", "for blockscale alone; servers and transformers read other conventions"),
+        ("modelopt", "for vLLM, SGLang, TensorRT-LLM"),
+    ],
+)
+def test_who_reads_it_is_said(
+    convention: str, readers: str, source: Path, tmp_path: Path, blockscale: Cli
+):
+    how = "--format", "mxfp8", "--convention", convention
+    ran = blockscale("quantize", source, tmp_path / "out", *how)
+    assert ran.code == 0
+    assert readers in ran.out
+    ran = blockscale("convert-checkpoint", tmp_path / "out", tmp_path / "again", "--to", convention)
+    assert readers in ran.out
+    ran = blockscale("convert-checkpoint", tmp_path / "out", tmp_path / "bf16", "--to", "bf16")
+    assert readers not in ran.out
+
+
 def test_a_target_in_the_way(source: Path, tmp_path: Path, blockscale: Cli):
     target = tmp_path / "out"
     arguments = ("quantize", source, target, "--format", "mxfp8")

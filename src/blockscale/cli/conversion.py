@@ -77,6 +77,7 @@ def show_manifest(target: Path, manifest: dict[str, Any], json: bool) -> None:
 
 
 def _lines(target: Path, manifest: dict[str, Any]) -> Iterator[Text]:
+    from ..checkpoint.conventions import CONVENTIONS
     from ..checkpoint.header import show
     from ..checkpoint.summary import Summary
     from ..checkpoint.writer import format_bytes
@@ -93,6 +94,15 @@ def _lines(target: Path, manifest: dict[str, Any]) -> Iterator[Text]:
         f"{format_bytes(done.quantized_bytes)}), {done.others} copied, {format_bytes(done.bytes)} "
         "in all"
     )
+    convention = CONVENTIONS.get(manifest.get("convention") or manifest.get("to", ""))
+    if "summary" in manifest and convention is not None:
+        readers = ", ".join(convention.readers)
+        yield Text(
+            f"  for {readers}"
+            if readers
+            else "  for blockscale alone; servers and transformers read other conventions, as "
+            "modelopt and compressed-tensors"
+        )
     for why, count in sorted(done.copied.items(), key=lambda item: -item[1]):
         yield Text(f"  copied: {count} matri{'x' if count == 1 else 'ces'}, {why}")
     if done.rounded_again:

@@ -114,6 +114,7 @@ def _is_weight_only(quantization: Json) -> bool:
 COMPRESSED_TENSORS = Convention(
     name="compressed-tensors",
     title="compressed-tensors",
+    readers=("transformers", "vLLM", "SGLang"),
     storages={storage.format.name: storage for storage in _STORAGES},
     methods=("compressed-tensors",),
     configure=_configure,

@@ -72,6 +72,7 @@ class Convention:
         describes_itself: files say in their headers what is quantized.
         stacks: it has tensors of several matrices; others have a name for each matrix.
         model_types: the only ones that it is for; empty: for all.
+        readers: programs of others that read such folders.
         caveats: what a reader gets wrong of weights, for the summary.
     """
 
@@ -87,6 +88,7 @@ class Convention:
     describes_itself: bool = False
     stacks: bool = False
     model_types: tuple[str, ...] = ()
+    readers: tuple[str, ...] = ()
     caveats: Callable[[Made], list[str]] = no_caveats
 
     def check_model(self, config: Json, argument: str) -> None:

@@ -58,6 +58,7 @@ def _configure_fine_grained(scheme: Scheme) -> dict[str, Json]:
 DEEPSEEK = Convention(
     name="deepseek",
     title="DeepSeek's FP8 blocks",
+    readers=("transformers", "vLLM", "SGLang"),
     storages={
         "fp8_128x128": Storage(
             formats["fp8_128x128"],
@@ -72,6 +73,7 @@ DEEPSEEK = Convention(
 DEEPSEEK_V4 = Convention(
     name="deepseek-v4",
     title="DeepSeek V4's FP8 blocks and FP4 experts",
+    readers=("transformers", "vLLM"),
     storages={
         "fp8_128x128": Storage(
             formats["fp8_128x128"],
@@ -91,6 +93,7 @@ DEEPSEEK_V4 = Convention(
 FINE_GRAINED = Convention(
     name="fine-grained",
     title="transformers' fine-grained MXFP8",
+    readers=("transformers",),
     storages={
         "mxfp8": Storage(
             formats["mxfp8"],

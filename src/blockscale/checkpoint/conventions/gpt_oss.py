@@ -22,6 +22,7 @@ def _configure(scheme: Scheme) -> dict[str, Json]:
 GPT_OSS = Convention(
     name="gpt-oss",
     title="gpt-oss",
+    readers=("transformers", "vLLM"),
     storages={
         "mxfp4": Storage(
             formats["mxfp4"],

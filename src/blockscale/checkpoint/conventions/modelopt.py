@@ -105,6 +105,7 @@ _STACKED = Storage(
 MODELOPT = Convention(
     name="modelopt",
     title="NVIDIA ModelOpt",
+    readers=("vLLM", "SGLang", "TensorRT-LLM"),
     storages={name: STORAGES[name] for name, _ in _ALGOS},
     methods=("modelopt", "modelopt_fp4", "modelopt_mxfp8"),
     configure=_configure,
