@@ -34,7 +34,7 @@ from torch.nn.functional import cosine_similarity, cross_entropy, kl_div
 from transformers import AutoModel, LlamaConfig, LlamaForCausalLM
 
 import blockscale as bs
-from blockscale.gptq import global_scales, linear_layers
+from blockscale.layer_weights import global_scales, layer_weights
 from blockscale.training.data import Text, read_text
 
 LENGTH, SHORT, BATCH = 256, 128, 16
@@ -153,13 +153,13 @@ def of_logits(model: Module, data: Tensor, wanted: Tensor) -> dict[str, float]:
 
 def rounded(model: Module, format: str, scaling: str) -> None:
     """Weights to nearest, with the global scales that servers need."""
-    layers = linear_layers(model, bs.formats[format])
-    scales = global_scales(layers, bs.formats[format], scaling)
+    weights = layer_weights(model, bs.formats[format])
+    scales = global_scales(weights, bs.formats[format], scaling)
     with torch.no_grad():
-        for name, layer in layers.items():
+        for name, weight in weights.items():
             scale = scales.get(name)
-            q = bs.quantize(layer.weight, format, scaling=scaling, global_scale=scale)
-            layer.weight.copy_(q.dequantize())
+            q = bs.quantize(weight, format, scaling=scaling, global_scale=scale)
+            weight.copy_(q.dequantize())
 
 
 def sqnr(model: Module, plain: Module) -> float:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import blockscale as bs
 from blockscale.formats import E4M3, formats
 from blockscale.gptq import round_columns
+from blockscale.layer_weights import global_scales, layer_weights
 from blockscale.rounding import decode
 
 FORMATS = tuple(formats)
@@ -244,6 +245,69 @@ def test_autocast_and_default_dtypes(format: str):
     codes = [each["q_proj.weight"].qdata.view(torch.uint8) for each in made]
     assert torch.equal(codes[0], codes[1])
     assert torch.equal(codes[0], codes[2])
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("memory", [1, 1 << 30])
+def test_experts(memory: int):
+    """Each is rounded for its own tokens, and nearly to nearest where these are few."""
+    import transformers
+
+    def mixture() -> nn.Module:
+        torch.manual_seed(0)
+        config = transformers.Qwen3MoeConfig(
+            hidden_size=64, intermediate_size=64, moe_intermediate_size=48, num_hidden_layers=2,
+            vocab_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=32,
+            num_experts=4, num_experts_per_tok=2, initializer_range=0.2,
+            attn_implementation="eager",
+        )  # fmt: skip
+        made = transformers.Qwen3MoeForCausalLM(config).eval()
+        with torch.no_grad():  # the last expert of the first layer is for nobody
+            made.model.layers[0].mlp.gate.weight[3] = 0
+            made.model.layers[0].mlp.gate.weight[:3].abs_()
+        return made
+
+    plain, changed, rounded = mixture(), mixture(), mixture()
+    batches = [
+        torch.randint(64, (8, 64), generator=torch.Generator().manual_seed(i)) for i in (0, 1)
+    ]
+    made = bs.gptq(changed, batches[:1], "nvfp4", memory=memory)
+    path = "model.layers.0.mlp.experts"
+    experts, before = (m.get_submodule(path) for m in (changed, plain))
+    for expert in range(4):
+        names = [f"{path}.{expert}.{part}_proj.weight" for part in ("gate", "up", "down")]
+        if names[0] not in made:
+            assert torch.equal(experts.gate_up_proj[expert], before.gate_up_proj[expert])
+            continue
+        gate, up, down = (made[name] for name in names)
+        assert gate.global_scale == up.global_scale  # servers fuse them
+        both = torch.cat([gate.dequantize(), up.dequantize()])
+        assert torch.equal(experts.gate_up_proj[expert], both)
+        assert torch.equal(experts.down_proj[expert], down.dequantize())
+    weights = layer_weights(rounded, formats["nvfp4"])
+    scales = global_scales(weights, formats["nvfp4"])
+    with torch.no_grad():
+        for name, weight in weights.items():
+            if f"{name}.weight" in made:
+                q = bs.quantize(weight, "nvfp4", global_scale=scales[name])
+                weight.copy_(q.dequantize())
+        errors = [
+            (m(batches[1]).logits - plain(batches[1]).logits).square().sum()
+            for m in (changed, rounded)
+        ]
+    assert errors[0] < 0.8 * errors[1], errors
+
+
+def test_few_rows():
+    """They tell little, and nothing is made worse by them."""
+    w, x, others = weight(), inputs(rows=8), inputs(rows=512, seed=3)
+    layer = nn.Linear(128, 96, bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(w)
+    q = bs.gptq(nn.Sequential(layer), [x], "mxfp8")["0.weight"]
+    nearest = bs.quantize(w, "mxfp8")
+    assert error(w, q, x) < 0.5 * error(w, nearest, x)
+    assert error(w, q, others) < error(w, nearest, others)
 
 
 def test_refusals():

@@ -78,12 +78,12 @@ def run(model: torch.nn.Module, batches: Iterable[Any]) -> int:
 
 
 @contextmanager
-def watch_inputs(model: torch.nn.Module, look: Look, experts: bool = True) -> Iterator[None]:
-    """``look`` sees what each linear layer is called with, and what ``experts`` multiply."""
+def watch_inputs(model: torch.nn.Module, look: Look) -> Iterator[None]:
+    """``look`` sees what each linear layer is called with, and what experts multiply."""
     with ExitStack() as stack:
         for name, module in model.named_modules():
             hook = partial(_linear, look, name) if isinstance(module, torch.nn.Linear) else None
-            if experts and is_experts(module):
+            if is_experts(module):
                 hook = partial(_experts, look, name)
             if hook is not None:
                 stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)

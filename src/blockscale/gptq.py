@@ -10,6 +10,7 @@ after those before it. This is GPTQ (arXiv 2210.17323) without an inverse of H, 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -18,18 +19,19 @@ from torch import Tensor
 
 from .calibration import run, watch_inputs
 from .formats import Element, Format, get_format
-from .fused_names import fused_with
+from .layer_weights import global_scales, layer_weights
 from .measure import amax
-from .nn.exclude import default_exclusions
 from .quantization import check_scaling_of_weights
 from .quantize import quantize
 from .rounding import decode, decode_scale, global_scale_from_amax, pack
 from .tensor import ScaledTensor
 
-__all__ = ["global_scales", "gptq", "linear_layers", "round_columns"]
+__all__ = ["gptq", "round_columns"]
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _DAMPING = 0.01  # of the mean of H's diagonal, added to it, as in the paper
+#: More, times columns per row, less 1, of moments of fewer rows than columns: an expert that few
+#: tokens reached is rounded nearly as if nothing were known of its inputs.
+_DAMPING_OF_FEW = 0.1
 
 
 def gptq(
@@ -42,8 +44,8 @@ def gptq(
     power_of_two: bool = False,
     memory: int = 4 << 30,
 ) -> dict[str, ScaledTensor]:
-    """Quantize the weights of a model's linear layers so that what they compute on data changes
-    least (GPTQ, arXiv 2210.17323).
+    """Quantize the weights of a model's linear layers and experts so that what they compute on data
+    changes least (GPTQ, arXiv 2210.17323).
 
     >>> weights = bs.gptq(model, [batch], "nvfp4", scaling="search")
     >>> weights["0.weight"].format.name
@@ -55,15 +57,17 @@ def gptq(
     see inputs from quantized ones.
 
     Args:
-        model: with ``torch.nn.Linear`` layers. It runs as it is: call ``model.eval()`` before.
+        model: with ``torch.nn.Linear`` layers, and experts as transformers holds them (stacks of
+            matrices (N, K)). It runs as it is: call ``model.eval()`` before.
             **Its weights are changed** to those that the result dequantizes to, and some are where
             this raises: load it again then.
         batches: what it is called with, as in :func:`blockscale.calibrate`; a list, or what can be
             gone through again. 128 sequences of 512 tokens are enough for most models.
         format: a name of :data:`blockscale.formats`.
         scaling: how blocks of NVFP4 get their scales, see :class:`blockscale.Quantization`.
-        filter_fn: called with each linear layer and its name; True for those to be quantized. None:
-            all but :data:`blockscale.nn.DEFAULT_EXCLUDE`.
+        filter_fn: called with each linear layer and its name, and for each expert's matrix with the
+            module of experts and ``"...experts.3.gate_proj"``; True for those to be quantized.
+            None: all but :data:`blockscale.nn.DEFAULT_EXCLUDE`.
         power_of_two: round global scales of NVFP4 up to powers of two, as convention
             "compressed-tensors" has them, which stores their reciprocals.
         memory: bytes for second moments at a time; one layer has its own at least.
@@ -71,9 +75,10 @@ def gptq(
     Returns:
         name of the weight -> quantized, (N, K) with blocks along K, for
         :func:`blockscale.checkpoint.quantize_folder`; of a weight that layers share the first
-        name. Missing are layers that no batch reached, or whose inputs are no multiple of a block,
-        experts in stacks, and weights that are no parameters in float32, bfloat16 or float16 (those
-        that a parametrization computes, and those that are quantized already).
+        name. Missing are layers and experts that no batch reached, or whose inputs are no multiple
+        of a block, experts whose stacks are (in, out) or have gates and ups in turn, as gpt-oss's,
+        and weights that are no parameters in float32, bfloat16 or float16 (those that a
+        parametrization computes, and those that are quantized already).
 
     Raises:
         ValueError: no batches, no layer that can be quantized, batches that cannot be gone through
@@ -81,8 +86,8 @@ def gptq(
     """
     fmt = get_format(format)
     check_scaling_of_weights(scaling, fmt)
-    layers = linear_layers(model, fmt, filter_fn)
-    if not layers:
+    weights = layer_weights(model, fmt, filter_fn)
+    if not weights:
         why = (
             "filter_fn takes some" if filter_fn else "heads, routers and embeddings are left alone"
         )
@@ -90,24 +95,27 @@ def gptq(
             f"model: has no linear layer that could be {fmt.name}; inputs must be a multiple of "
             f"{fmt.block_size}, weights parameters in float32, bfloat16 or float16, and {why}"
         )
-    if elsewhere := next((name for name, layer in layers.items() if layer.weight.is_meta), ""):
+    if elsewhere := next((name for name, weight in weights.items() if weight.is_meta), ""):
         raise ValueError(
             f"model: the weight of {elsewhere} is on device meta, where it has no values; load the "
             "model without offloading"
         )
-    names: dict[int, str] = {}  # of weights, the first one
-    first = {name: names.setdefault(id(layer.weight), name) for name, layer in layers.items()}
-    turns = list(_that_fit({name: layers[name] for name in names.values()}, memory))
+    names: dict[Any, str] = {}  # of memory, the first one
+    first = {
+        name: names.setdefault((weight.data_ptr(), weight.shape), name)
+        for name, weight in weights.items()
+    }
+    turns = list(_that_fit({name: weights[name] for name in names.values()}, memory))
     if len(turns) > 1 and iter(batches) is batches:
         raise ValueError(
             f"batches: can be gone through once, and the model runs {len(turns)} times, as second "
             f"moments take more than {memory} bytes; pass a list, or more memory"
         )
-    scales = global_scales(layers, fmt, scaling, power_of_two=power_of_two)
+    scales = global_scales(weights, fmt, scaling, power_of_two=power_of_two)
     done: dict[str, ScaledTensor] = {}
     for some in turns:
         for name, moments in _second_moments(model, some, first, batches).items():
-            weight = some[name].weight
+            weight = some[name]
             try:
                 with torch.autocast(weight.device.type, enabled=False):
                     q = round_columns(
@@ -228,69 +236,16 @@ def _nearest(
     return code | wanted.signbit() * element.sign_code, rounded
 
 
-def linear_layers(
-    model: torch.nn.Module,
-    format: Format,
-    filter_fn: Callable[[torch.nn.Module, str], bool] | None = None,
-) -> dict[str, torch.nn.Linear]:
-    """The linear layers of a model that can be quantized to ``format``, by name; ``filter_fn``
-    chooses as in :func:`gptq`."""
-    why_not = default_exclusions(model)
-    takes = filter_fn or (lambda module, name: not why_not(module, name))
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear)
-        and module.in_features % format.block_size == 0
-        and _is_plain(dict(module.named_parameters(recurse=False)).get("weight"))
-        and takes(module, name)
-    }
-
-
-def _is_plain(weight: Tensor | None) -> bool:
-    """Whether it is a parameter, not computed from others, with values that can be rounded."""
-    return (
-        weight is not None
-        and not torch.nn.parameter.is_lazy(weight)
-        and not isinstance(weight, ScaledTensor)
-        and weight.dtype in _DTYPES
-        and weight.numel() > 0
-    )
-
-
-def global_scales(
-    layers: Mapping[str, torch.nn.Linear],
-    format: Format,
-    scaling: str = "amax",
-    *,
-    power_of_two: bool = False,
-) -> dict[str, Tensor]:
-    """The global scale of each layer; layers that servers fuse share one. Empty for formats that
-    have none."""
-    if not format.has_global_scale:
-        return {}
-    largest = {name: amax(layer.weight) for name, layer in layers.items()}
-    scales = {}
-    for name in layers:
-        group = [largest[each] for each in fused_with(name) if each in largest]
-        scales[name] = global_scale_from_amax(
-            torch.stack(group).amax(), format, scaling, power_of_two=power_of_two
-        )
-    return scales
-
-
-def _that_fit(
-    layers: Mapping[str, torch.nn.Linear], memory: int
-) -> Iterator[dict[str, torch.nn.Linear]]:
-    """Layers whose second moments take ``memory`` together, one at least."""
-    some: dict[str, torch.nn.Linear] = {}
+def _that_fit(weights: Mapping[str, Tensor], memory: int) -> Iterator[dict[str, Tensor]]:
+    """Weights whose inputs' second moments take ``memory`` together, one at least."""
+    some: dict[str, Tensor] = {}
     taken = 0
-    for name, layer in layers.items():
-        nbytes = 4 * layer.in_features**2
+    for name, weight in weights.items():
+        nbytes = 4 * weight.shape[1] ** 2
         if some and taken + nbytes > memory:
             yield some
             some, taken = {}, 0
-        some[name] = layer
+        some[name] = weight
         taken += nbytes
     yield some
 
@@ -301,8 +256,10 @@ def _second_moments(
     first: Mapping[str, str],
     batches: Iterable[Any],
 ) -> dict[str, Tensor]:
-    """Sums of x x^T over the rows of the inputs of layers, by the first name of their weight."""
+    """Sums of x x^T over the rows of the inputs of layers, by the first name of their weight; with
+    something on the diagonal where there were few."""
     sums: dict[str, Tensor] = {}
+    count: Counter[str] = Counter()
 
     def look(name: str, x: Tensor) -> None:
         name = first.get(name, "")
@@ -311,7 +268,11 @@ def _second_moments(
             if name not in sums:
                 sums[name] = rows.new_zeros(x.shape[-1], x.shape[-1])
             sums[name].addmm_(rows.mT, rows)
+            count[name] += len(rows)
 
-    with watch_inputs(model, look, experts=False):
+    with watch_inputs(model, look):
         run(model, batches)
+    for name, moments in sums.items():
+        lacking = max(0.0, len(moments) / count[name] - 1)
+        moments.diagonal().add_(_DAMPING_OF_FEW * lacking * moments.diagonal().mean())
     return sums

@@ -41,6 +41,31 @@ def test_they_are_what_the_folder_needs(tmp_path: Path):
         checkpoint.quantize_folder(*given)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_experts_by_other_names(tmp_path: Path):
+    """Mixtral's files call them otherwise than its model does."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MixtralConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=1, vocab_size=64,
+        num_attention_heads=2, num_key_value_heads=2, head_dim=32, num_local_experts=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.MixtralForCausalLM(config).eval()
+    model.save_pretrained(tmp_path / "in")
+    made = bs.gptq(model, [torch.arange(64)[None]], "nvfp4")
+    given = tmp_path / "in", tmp_path / "out", "nvfp4", "modelopt"
+    manifest = checkpoint.quantize_folder(*given, weights=made)
+    assert not any("to nearest" in each for each in manifest["warnings"])
+    state = checkpoint.load_folder(tmp_path / "out")
+    for part, name in (("gate", "w1"), ("up", "w3"), ("down", "w2")):
+        for expert in range(2):
+            theirs = state[f"model.layers.0.block_sparse_moe.experts.{expert}.{name}.weight"]
+            ours = made[f"model.layers.0.mlp.experts.{expert}.{part}_proj.weight"]
+            assert torch.equal(theirs.dequantize(), ours.dequantize())
+    sizes = {q.global_scale.item() for name, q in made.items() if ".1." in name}
+    assert len(sizes) == 2  # of gate and up together, and of down
+
+
 def test_a_stack_of_matrices(tmp_path: Path):
     """Is refused by its name; it was compared with rows of the folder's, and no name was told."""
     experts = torch.randn(4, 64, 64).bfloat16()

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 
 import torch
 
 from ..formats import Format
 from ..rounding import global_scale_from_amax
+from .expert_names import Key, expert_of
 from .ours import INPUT_SCALE
 
 __all__ = ["InputScales"]
-
-#: block, expert and projection of the names of experts in files and in models.
-_EXPERT = re.compile(r"^(.*?\.\d+)\..*experts\.(\d+)\.(\w+)$")
-_SAME = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
-Key = tuple[str, str]  # of an expert's projection: its block, and what it is called
 
 
 class InputScales:
@@ -43,7 +38,7 @@ class InputScales:
             return
         experts, largest = _experts(amax)
         for layer in layers:
-            found, expert = amax.get(layer), _expert(layer)
+            found, expert = amax.get(layer), expert_of(layer)
             if not found and expert is not None:
                 found = experts.get(expert)
                 if not found:
@@ -58,18 +53,12 @@ class InputScales:
         return self._scales.get(layer, INPUT_SCALE)
 
 
-def _expert(layer: str) -> tuple[Key, str] | None:
-    """A projection of all experts of a block, and which expert; None for other layers."""
-    match = _EXPERT.match(layer)
-    return match and ((match[1], _SAME.get(match[3], match[3])), match[2])
-
-
 def _experts(amax: Mapping[str, float]) -> tuple[dict[tuple[Key, str], float], dict[Key, float]]:
     """The magnitude of each expert, and the largest of those of a block."""
     each: dict[tuple[Key, str], float] = {}
     largest: dict[Key, float] = {}
     for layer, value in amax.items():
-        if (expert := _expert(layer)) is not None:
+        if (expert := expert_of(layer)) is not None:
             each[expert] = value
             largest[expert[0]] = max(value, largest.get(expert[0], 0.0))
     return each, largest

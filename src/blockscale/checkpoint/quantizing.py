@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from ..exclusions import gated_by
 from ..formats import Format
 from ..tensor import ScaledTensor
 from .conventions import Scheme
+from .expert_names import renamed
 from .files import Files
 from .folders import check_place, layer_names, make_folder, read_config
 from .fused import GlobalScales, groups_of, stored_amax
@@ -149,8 +150,10 @@ def quantize_folder(
                 f"source: {source} is a file; name the folder with it, or give it to quantize_file"
             )
         config = read_config(files, "source")
-        plan = _plan_of_folder(files, config, request)
-        _check_weights(request.weights, plan)
+        names = renamed(request.weights, files.tensors)
+        made = {names[name]: q for name, q in request.weights.items()}
+        plan = _plan_of_folder(files, config, replace(request, weights=made))
+        _check_weights(plan)
         return make_folder(
             files,
             Path(target),
@@ -284,7 +287,7 @@ def _plan(files: Files, request: Request) -> _Plan:
     if request.weights and rest:
         warnings.append(
             f"{len(rest)} of {len(quantized)} weights ({', '.join(map(show, rest[:3]))}) are "
-            "rounded to nearest, not by GPTQ, which leaves experts and what its text did not reach"
+            "rounded to nearest, not by GPTQ, which leaves stacks and what its text did not reach"
         )
     warnings += request.convention.caveats({n: (format.name, tensors[n].shape) for n in quantized})
     return _Plan(files, request, reasons, earlier, scales, input_scales, warnings)
@@ -301,10 +304,10 @@ def _plan_of_folder(files: Files, config: Mapping[str, Any], request: Request) -
     return _plan(files, request)
 
 
-def _check_weights(weights: Mapping[str, ScaledTensor], plan: _Plan) -> None:
-    """ValueError unless weights are what the plan would make of the same tensors."""
+def _check_weights(plan: _Plan) -> None:
+    """ValueError unless a caller's weights are what the plan would make of the same tensors."""
     format = plan.request.format
-    for name, q in weights.items():
+    for name, q in plan.request.weights.items():
         shown = f"weights: {show(name)}"
         if plan.reasons.get(name, "not in the folder") is not None:
             why = plan.reasons.get(name, "there is no such tensor in the folder")

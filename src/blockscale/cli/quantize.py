@@ -107,12 +107,12 @@ def _of_text(
     tell: Callable[[Progress], None],
 ) -> tuple[dict[str, float] | None, dict[str, ScaledTensor] | None]:
     """Largest inputs of layers, where they have a scale, and weights by GPTQ."""
-    from torch.nn import Linear
-
     from .. import calibrate
     from .. import gptq as by_gptq
+    from ..checkpoint.expert_names import renamed
     from ..checkpoint.header import show
     from ..checkpoint.quantizing import dtypes_to_quantize
+    from ..layer_weights import layer_weights
 
     # what is wrong is said before a model runs
     if gptq and request.storage.scale_rounding:
@@ -122,12 +122,13 @@ def _of_text(
         )
     dtypes = dtypes_to_quantize(source, target, request)
     model, batches = model_and_batches(source, text, dtypes, tell)
-    layers = {f"{name}.weight" for name, each in model.named_modules() if isinstance(each, Linear)}
-    if gptq and layers.isdisjoint(dtypes):
+    found = layer_weights(model, request.format, lambda module, name: True)
+    names = renamed((f"{name}.weight" for name in found), dtypes)
+    if gptq and dtypes.keys().isdisjoint(names.values()):
         raise ValueError(
             f"gptq: none of the {len(dtypes)} tensors to quantize ({show(min(dtypes))}, ...) is a "
-            f"weight of a linear layer of the model that transformers makes ({show(min(layers))}, "
-            "...), which has experts in stacks and may have other names; leave gptq out"
+            f"weight of the model that transformers makes ({show(min(names))}, ...), which may "
+            "have other names; leave gptq out"
         )
     amax = calibrate(model, batches) if request.has_input_scale or not gptq else None
     if not gptq:
@@ -137,7 +138,7 @@ def _of_text(
         batches,
         request.format,
         scaling=request.scaling,
-        filter_fn=lambda module, name: f"{name}.weight" in dtypes,
+        filter_fn=lambda module, name: names[f"{name}.weight"] in dtypes,
         power_of_two=request.storage.divides,
     )
     return amax, weights
