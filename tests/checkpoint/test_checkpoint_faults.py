@@ -19,7 +19,7 @@ import blockscale as bs
 from blockscale import checkpoint
 
 Cli = Callable[..., Ran]
-Q, K = QUANTIZED[:2]
+Q, K, V = QUANTIZED[:3]
 
 
 @pytest.fixture
@@ -133,15 +133,18 @@ def modelopt(folder: Path, formats: dict[str, str]) -> Path:
     return folders.make(folder, state, quantization_config=quantization)
 
 
-def test_a_fused_group_of_two_formats(tmp_path: Path):
+def test_a_fused_group_of_two_formats(tmp_path: Path, blockscale: Cli):
     """It ended with an AssertionError."""
     source = modelopt(tmp_path / "in", {Q: "mxfp8"})
     with pytest.raises(ValueError, match=r"servers fuse .*k_proj.*v_proj.* scales differ"):
         checkpoint.convert_folder(source, tmp_path / "out", "modelopt")
-    checkpoint.convert_folder(source, tmp_path / "out", "modelopt", repair=True)
+    given = "convert-checkpoint", source, tmp_path / "out", "--to", "modelopt", "--repair"
+    ran = blockscale(*given)
+    assert ran.code == 0
+    assert f"repaired: 1 weights ({V!r}) are rounded to the global scale of what" in ran.out
     out = checkpoint.load_folder(tmp_path / "out")
     assert out[Q].format.name == "mxfp8"
-    assert out[K].global_scale == out[K.replace("k_proj", "v_proj")].global_scale
+    assert out[K].global_scale == out[V].global_scale
 
 
 def test_a_format_that_some_have_already(tmp_path: Path):

@@ -131,8 +131,12 @@ class _Plan:
     @property
     def about(self) -> dict[str, Any]:
         """What the manifest of the folder says of this conversion."""
-        scale = {"input_scale": INPUT_SCALE} if self._lacking else {}
-        return {**self.options, **scale, **({"warnings": self.warnings} if self.warnings else {})}
+        about = dict(self.options)
+        if self._lacking:
+            about["input_scale"] = INPUT_SCALE
+        if self.repaired:
+            about["repaired"] = sorted(self.repaired)
+        return {**about, **({"warnings": self.warnings} if self.warnings else {})}
 
     @property
     def _lacking(self) -> list[str]:

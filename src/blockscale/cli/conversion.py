@@ -117,6 +117,12 @@ def _lines(target: Path, manifest: dict[str, Any]) -> Iterator[Text]:
         yield Text(
             f"  left out: {len(manifest['left_out'])} files with other copies of weights ({names})"
         )
+    if repaired := manifest.get("repaired"):
+        names = ", ".join(map(show, repaired[:3]))
+        yield Text(
+            f"  repaired: {len(repaired)} weights ({names}) are rounded to the global scale of what "
+            "servers fuse with them"
+        )
     if "input_scale" in manifest:
         yield Text(
             f"  input_scale {manifest['input_scale']:g}, not calibrated: servers that quantize "
