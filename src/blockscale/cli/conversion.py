@@ -120,8 +120,8 @@ def _lines(target: Path, manifest: dict[str, Any]) -> Iterator[Text]:
     if repaired := manifest.get("repaired"):
         names = ", ".join(map(show, repaired[:3]))
         yield Text(
-            f"  repaired: {len(repaired)} weights ({names}) are rounded to the global scale of what "
-            "servers fuse with them"
+            f"  repaired: {len(repaired)} weights ({names}) have the global scale of what servers "
+            "fuse with them"
         )
     if "input_scale" in manifest:
         yield Text(
