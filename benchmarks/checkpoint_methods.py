@@ -38,6 +38,7 @@ from blockscale.layer_weights import global_scales, layer_weights
 from blockscale.training.data import Text, read_text
 
 LENGTH, SHORT, BATCH = 256, 128, 16
+SCORED = 256  # sequences
 #: How weights are rounded, and which second moments GPTQ has at a time.
 WAYS = {"nearest": "", "gptq": "all", "gptq, a block at a time": "block"}
 #: Format -> ways to choose scales; each with elements to nearest, and by GPTQ.
@@ -68,7 +69,7 @@ def sequences(text: bytes, device: torch.device) -> Tensor:
 
 
 def trained(data: Tensor, steps: int, device: torch.device) -> Module:
-    """In fp32, with bf16 products; AdamW, a cosine to zero."""
+    """In fp32, with bf16 products on a GPU; AdamW, a cosine to zero."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=256, hidden_size=256, intermediate_size=768, num_hidden_layers=6,
@@ -79,7 +80,7 @@ def trained(data: Tensor, steps: int, device: torch.device) -> Module:
     rate = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, steps, pct_start=0.05)
     for step in range(steps):
         x = data[torch.randint(len(data), (BATCH,)).to(device)]
-        with torch.autocast(device.type, torch.bfloat16):
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             loss = model(x, labels=x).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -98,6 +99,7 @@ def logits(model: Module, data: Tensor) -> Tensor:
 
 def llama(text: Text, given: argparse.Namespace, device: torch.device) -> Subject:
     train, held_out = (sequences(part, device) for part in (text.train, text.validation))
+    held_out = held_out[:SCORED]
     plain = trained(train, given.steps, device)
     wanted = logits(plain, held_out)
     chosen = train[torch.randperm(len(train))[: given.sequences].to(device)]

@@ -98,9 +98,10 @@ def test_extremes(sizes, rest):
     product(SMALL, sizes, 72, 128, rest)
 
 
-def test_random_groupings():
-    rng = random.Random(0)
-    for _ in range(60):
+@pytest.mark.parametrize("seed", range(12))
+def test_random_groupings(seed):
+    rng = random.Random(seed)
+    for _ in range(5):
         sizes = [rng.choice((0, 1, 2, 15, 16, 17, 33, 63, 65)) for _ in range(rng.randint(1, 5))]
         config, rest = rng.choice((SMALL, FEW)), rng.choice((0, 0, 1, 66)) or not sum(sizes)
         product(config, sizes, 72, 128, rest, multiprocessors=rng.randint(1, 5))

@@ -304,9 +304,10 @@ def test_extremes(sizes, rest):
     check_groups(GROUPED, sizes, 72, 128, rest)
 
 
-def test_random_groupings():
-    rng = random.Random(0)
-    for _ in range(30):
+@pytest.mark.parametrize("seed", range(10))
+def test_random_groupings(seed):
+    rng = random.Random(seed)
+    for _ in range(3):
         sizes = [rng.choice((0, 1, 2, 31, 33, 63, 64, 65, 100)) for _ in range(rng.randint(1, 5))]
         rest = rng.choice((0, 0, 1, 66)) or not sum(sizes)
         check_groups(GROUPED, sizes, 72, 128, rest, multiprocessors=rng.randint(1, 5))
