@@ -125,10 +125,11 @@ def _of_text(
     found = layer_weights(model, request.format, lambda module, name: True)
     names = renamed((f"{name}.weight" for name in found), dtypes)
     if gptq and dtypes.keys().isdisjoint(names.values()):
+        first = show(min(names)) if names else "it has none"
         raise ValueError(
             f"gptq: none of the {len(dtypes)} tensors to quantize ({show(min(dtypes))}, ...) is a "
-            f"weight of the model that transformers makes ({show(min(names))}, ...), which may "
-            "have other names; leave gptq out"
+            f"weight of the model that transformers makes ({first}, ...), which may have other "
+            "names; leave gptq out"
         )
     amax = calibrate(model, batches) if request.has_input_scale or not gptq else None
     if not gptq:
