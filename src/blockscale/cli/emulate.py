@@ -228,11 +228,8 @@ def _dimensions(text: str | None, name: str) -> list[int] | None:
 
 
 def _read_text(path: Path, name: str) -> str:
-    try:
-        with reading(name, path):
-            return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise ValueError(f"{name}: {path} is not text") from None
+    with reading(name, path):
+        return path.read_text(encoding="utf-8")
 
 
 def _read_json(path: Path | None) -> dict[str, Any]:
