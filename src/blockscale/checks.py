@@ -66,7 +66,8 @@ def check_target(name: str, path: Path) -> None:
 
 @contextmanager
 def reading(name: str, path: Path) -> Iterator[None]:
-    """Turns the system's error for a file that cannot be read into a ValueError with the remedy."""
+    """Turn the errors of a file that cannot be read, or is no text, into a ValueError with the
+    remedy."""
     try:
         yield
     except OSError as error:

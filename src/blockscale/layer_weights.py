@@ -15,6 +15,7 @@ from .nn.exclude import default_exclusions
 from .nn.hf_experts import is_experts
 from .rounding import global_scale_from_amax
 from .tensor import ScaledTensor
+from .tensor_checks import DTYPES
 
 __all__ = ["global_scales", "layer_weights"]
 
@@ -24,7 +25,6 @@ _PARTS = {
     "up_proj": ("up_proj",),
     "down_proj": ("down_proj",),
 }
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def layer_weights(
@@ -38,8 +38,10 @@ def layer_weights(
     expert has in files: ``"...experts.3.gate_proj"``. ``filter_fn`` is called with a module and
     such a name; None: all but :data:`blockscale.nn.DEFAULT_EXCLUDE`.
     """
-    why_not = default_exclusions(model)
-    takes = filter_fn or (lambda module, name: not why_not(module, name))
+    takes = filter_fn
+    if takes is None:
+        why_not = default_exclusions(model)
+        takes = lambda module, name: not why_not(module, name)  # noqa: E731
     return {
         layer: weight
         for name, module in model.named_modules()
@@ -65,7 +67,7 @@ def _has_values(weight: Tensor) -> bool:
     return (
         not torch.nn.parameter.is_lazy(weight)
         and not isinstance(weight, ScaledTensor)
-        and weight.dtype in _DTYPES
+        and weight.dtype in DTYPES
         and weight.numel() > 0
     )
 

@@ -192,19 +192,15 @@ class _Plan:
             return told
         made = {name: self.made(name) for name in self.found}
         caveats = self.convention.caveats({n: (d.format.name, d.shape) for n, d in made.items()})
-        if not self.weight_only or self.convention.describes_itself:
-            return told + caveats
-        formats = dict.fromkeys(each.format.name for each in made.values())
-        lost = [each for each in formats if each not in self.convention.weight_only]
-        return (
-            told
-            + [
+        if self.weight_only and not self.convention.describes_itself:
+            formats = dict.fromkeys(each.format.name for each in made.values())
+            told += [
                 f"activations are in high precision in the source; {self.convention.title} has no "
                 f"{each} of weights alone, and servers will quantize them"
-                for each in lost
+                for each in formats
+                if each not in self.convention.weight_only
             ]
-            + caveats
-        )
+        return told + caveats
 
     def check(self) -> None:
         """Raise ValueError for a tensor that cannot be converted as the caller asks."""

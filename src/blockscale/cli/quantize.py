@@ -122,18 +122,18 @@ def _of_text(
         )
     dtypes = dtypes_to_quantize(source, target, request)
     model, batches = model_and_batches(source, text, dtypes, tell)
+    if not gptq:
+        return calibrate(model, batches), None
     found = layer_weights(model, request.format, lambda module, name: True)
     names = renamed((f"{name}.weight" for name in found), dtypes)
-    if gptq and dtypes.keys().isdisjoint(names.values()):
+    if dtypes.keys().isdisjoint(names.values()):
         first = show(min(names)) if names else "it has none"
         raise ValueError(
             f"gptq: none of the {len(dtypes)} tensors to quantize ({show(min(dtypes))}, ...) is a "
             f"weight of the model that transformers makes ({first}, ...), which may have other "
             "names; leave gptq out"
         )
-    amax = calibrate(model, batches) if request.has_input_scale or not gptq else None
-    if not gptq:
-        return amax, None
+    amax = calibrate(model, batches) if request.has_input_scale else None
     weights = by_gptq(
         model,
         batches,
