@@ -86,7 +86,7 @@ def _ablations() -> dict[str, bs.Recipe]:
         "nvfp4 four_over_six without squares and hadamard": bs.Recipe(
             "nvfp4",
             quantization={
-                **bs.Recipe.nvfp4("four_over_six", **without).quantization,
+                **dict(bs.Recipe.nvfp4("four_over_six", **without).quantization),
                 "weights": bs.Quantization(scaling="four_over_six"),
             },
         ),
