@@ -38,6 +38,8 @@ def test_parts_of_a_matrix(name, axis):
             part = quantized(WHOLE[place], name, axis, seed)
             assert torch.equal(part.dequantize(), want[place])
             assert same(part, quantized(WHOLE[place], name, axis, seed, "reference"))
+            # in memory of its own, as ranks hold it: rows are next to each other there
+            assert same(part, quantized(WHOLE[place].contiguous(), name, axis, seed))
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "fp8_1x128", "mxfp6_e2m3"])

@@ -85,7 +85,9 @@ def quantize(
     from . import compiled, encoding
 
     shape, x = x.shape, _three_dimensional(x)
-    grid, constants = _geometry(x, format, axis), specify(format, scale_rounding, nonfinite)
+    numbers = numbers_of(seed, shape) if isinstance(seed, int) else seed
+    grid = _geometry(x, format, axis, in_rows=not _counts_on(numbers, x))
+    constants = specify(format, scale_rounding, nonfinite)
     transposed = axis == -2 and format.element.bits < 8
     data = _empty(format.data_shape(shape, axis), torch.uint8, transposed)
     scale = _empty(format.scale_shape(shape, axis), format.scale.dtype)
@@ -98,7 +100,6 @@ def quantize(
             _scalar_bits(global_scale), constants.max_bits, scale_values(UE4M3)[:128], table
         )
     items = _items(x)
-    numbers = numbers_of(seed, shape) if isinstance(seed, int) else seed
     rounded, place = (None, (0, 0, 0)) if numbers is None else (numbers[:2], numbers[2:])
     fixed = items, *_flat(data, scale), grid, constants, encode_scale, table, rounded, place
 
@@ -352,9 +353,20 @@ def _three_dimensional(x: Tensor) -> Tensor:
     return x if x.stride(2) == 1 else x.contiguous()
 
 
-def _geometry(x: Tensor, format: Format, axis: int) -> Geometry:
+def _geometry(x: Tensor, format: Format, axis: int, in_rows: bool = False) -> Geometry:
     leads, rows, columns = x.shape
-    return geometry(Strided((leads, rows, columns), x.stride(0), x.stride(1)), format, axis)
+    strided = Strided((leads, rows, columns), x.stride(0), x.stride(1))
+    return geometry(strided, format, axis, in_rows)
+
+
+def _counts_on(numbers: Numbers | None, x: Tensor) -> bool:
+    """Whether the index of each element of ``x`` (leads, M, K) is one more than that before: not of
+    columns of a whole tensor, which another row of it follows."""
+    if numbers is None:
+        return True
+    leads, rows, columns = x.shape
+    in_matrix = rows == 1 or numbers.row == columns
+    return in_matrix and (leads == 1 or numbers.matrix == rows * columns)
 
 
 def _items(x: Tensor) -> np.ndarray:
