@@ -31,8 +31,8 @@ from ..formats import Format, formats
 from ..stored import is_per_matrix
 from ..tensor import ScaledTensor
 from ..tensor_checks import VALUE_DTYPES
-from .header import Header, parse_json, show
-from .storage import Description, Place, Storage, dtype_name
+from .header import Header, Stored, parse_json, show
+from .storage import Description, Place, Storage, dtype_name, unpadded
 
 __all__ = ["INPUT_SCALE", "STORAGES", "describe", "metadata_for", "read_descriptions"]
 
@@ -66,8 +66,18 @@ def _storage(format: Format) -> Storage:
 STORAGES: Mapping[str, Storage] = {name: _storage(format) for name, format in formats.items()}
 
 
-def describe(q: ScaledTensor) -> tuple[Description, dict[str, Tensor]]:
-    """Description and stored parts of ``q``, its scales made compact."""
+def describe(
+    q: ScaledTensor,
+    storages: Mapping[str, Storage] = STORAGES,
+    *,
+    weight_only: bool = False,
+    input_scale: float = INPUT_SCALE,
+) -> tuple[Description, dict[str, Tensor]]:
+    """Description and stored parts of ``q``, its scales made compact.
+
+    ``storages``: of a convention. ``weight_only``: servers do not quantize its input. Raises
+    ValueError where the convention has no such tensor.
+    """
     q, groups = q.to_layout("compact"), ""
     if q.offsets is not None:
         groups = "contraction" if q.k_grouped else "rows"
@@ -76,23 +86,33 @@ def describe(q: ScaledTensor) -> tuple[Description, dict[str, Tensor]]:
     else:
         turned = q.offsets is None and not q.qdata.is_contiguous() and q.qdata.mT.is_contiguous()
     q = q.mT if turned else q
-    storage, scalar = STORAGES[q.format.name], q.global_scale
+    storage, scalar = storages[q.format.name], q.global_scale
+    own = storages is STORAGES
+    if not own and (turned or groups or q.axis != storage.axis):
+        raise ValueError(
+            f"{q} has blocks along another dimension than files of this convention; choose "
+            "convention 'blockscale'"
+        )
     if scalar is not None and not is_per_matrix(scalar, q.shape):
         scalar = scalar.reshape(())
     # where it is a weight that a server reads
-    serves = q.format.has_global_scale and q.axis == -1 and not groups
+    serves = "input_scale" in storage.places and q.format.has_global_scale and not weight_only
+    serves = serves and q.axis == storage.axis and not groups
     description = Description(storage, tuple(q.shape), q.dtype, q.axis, serves, turned, groups)
+    data = q.qdata
+    if not own:  # others do not pad
+        data = data[..., : unpadded(q.format, tuple(q.shape), -1)[-1]]
     parts: dict[str, Tensor | None] = {
-        "data": q.qdata,
+        "data": data,
         "scale": q.scale,
         "global_scale": scalar,
         "offsets": q.offsets,
-        "input_scale": torch.tensor(INPUT_SCALE, dtype=torch.float32) if serves else None,
+        "input_scale": torch.tensor(input_scale, dtype=torch.float32) if serves else None,
     }
     return description, {
-        part: storage.places[part].encode(t.contiguous()).view(t.shape)
+        part: place.encode(t.contiguous()).view(place.shapes.stored(tuple(t.shape)))
         for part, t in parts.items()
-        if t is not None
+        if t is not None and (place := storage.places[part])
     }
 
 
@@ -121,9 +141,10 @@ def _to_json(description: Description) -> dict[str, Any]:
     return {key: value for key, value in content.items() if value not in (False, "")}
 
 
-def read_descriptions(header: Header) -> dict[str, Description]:
+def read_descriptions(header: Header, tensors: Mapping[str, Stored]) -> dict[str, Description]:
     """Descriptions of a file's quantized tensors, checked; empty where it has none.
 
+    ``tensors``: of all files that are read together: a header may describe those of other files.
     Raises ValueError where they are damaged, of a later version, or name tensors that are missing.
     """
     text = header.metadata.get(KEY)
@@ -133,12 +154,12 @@ def read_descriptions(header: Header) -> dict[str, Description]:
         content = parse_json(text)
         if not isinstance(content, dict) or content.get("version") != VERSION:
             raise ValueError(f"it is not of version {VERSION}, which this blockscale reads")
-        tensors = content.get("tensors")
-        if not isinstance(tensors, dict):
+        described = content.get("tensors")
+        if not isinstance(described, dict):
             raise ValueError("it has no tensors")
-        descriptions = {name: _from_json(name, each) for name, each in tensors.items()}
+        descriptions = {name: _from_json(name, each) for name, each in described.items()}
         for name, description in descriptions.items():
-            description.check(name, header.tensors)
+            description.check(name, tensors)
         return descriptions
     except ValueError as error:
         raise ValueError(f"the metadata {KEY!r} is damaged: {error}") from None

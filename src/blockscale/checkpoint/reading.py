@@ -47,14 +47,16 @@ def convention_of(config: Mapping[str, Any], argument: str) -> Convention | None
 
 
 def described_in_headers(files: Files, argument: str) -> dict[str, Description]:
-    """The quantized tensors that headers of ``files`` describe. ValueError where one is damaged."""
+    """The quantized tensors of ``files`` that headers describe, those of other files, too, as
+    transformers writes one header for all. ValueError where one is damaged."""
     found: dict[str, Description] = {}
+    everywhere = _Everywhere(files)
     for file in files.names:
         try:
-            found |= read_descriptions(files.file(file).header)
+            found |= read_descriptions(files.file(file).header, everywhere)
         except ValueError as error:
             raise ValueError(f"{argument}: {files.folder / file}: {error}; save it again") from None
-    return found
+    return {n: each for n, each in found.items() if each.names(n)["data"] in files.tensors}
 
 
 def descriptions_of(

@@ -24,7 +24,8 @@ _ALPHAS = ("alpha", "swiglu_alpha")
 _LIMITS = ("limit", "swiglu_limit")
 _PARAMETERS = frozenset({"gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"})
 _MODULES = frozenset({"act_fn", "parametrizations"})
-_BARE = frozenset({*vars(torch.nn.Module()), "inplace"})  # what a module without values holds
+#: What a module without values holds; transformers marks all modules of a model that it loads.
+_BARE = frozenset({*vars(torch.nn.Module()), "inplace", "_is_hf_initialized"})
 
 
 def activation_of(module: Any, device: torch.device) -> GatedActivation | None:

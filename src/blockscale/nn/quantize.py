@@ -35,7 +35,7 @@ from .survey import (
     survey,
 )
 
-__all__ = ["quantize_"]
+__all__ = ["held_weight", "quantize_"]
 
 
 def quantize_(
@@ -91,7 +91,7 @@ def quantize_(
             if key in made:
                 _, weight = made[key]
             else:
-                weight = _quantized(master, its, key.axis)
+                weight = held_weight(master, its, key.axis)
                 if keys[key] > 1:
                     made[key] = master, weight
             setattr(module, name, weight)
@@ -194,14 +194,20 @@ def _check(layer: Layer, recipe: Recipe) -> None:
                 raise ValueError(f"model: {name} of {layer.name or 'the layer'} {why}")
 
 
-def _quantized(weight: Tensor, recipe: Recipe, axis: int) -> torch.nn.Parameter:
-    """A weight as its layer holds it; one that is quantized already, as it is."""
+def held_weight(
+    weight: Tensor, recipe: Recipe, axis: int, global_scale: Tensor | None = None
+) -> torch.nn.Parameter:
+    """A weight as its layer holds it; one that is quantized already, as it is.
+
+    ``global_scale``: one for each matrix of a batch, too; None: of all of ``weight``.
+    """
     if isinstance(weight, ScaledTensor):
         weight.requires_grad_(False)
         own_global_scale(weight)
         return weight  # type: ignore[return-value]
     transposed = axis == -2
     rows = weight.detach().mT.contiguous() if transposed else weight.detach().contiguous()
-    q = quantize_forms(rows, recipe.operand("weights"), rows=True).rows
+    operand = recipe.operand("weights")
+    q = quantize_forms(rows, operand, rows=True, global_scale=global_scale).rows
     assert q is not None
     return torch.nn.Parameter(q.mT if transposed else q, requires_grad=False)

@@ -111,6 +111,23 @@ def _is_weight_only(quantization: Json) -> bool:
     )
 
 
+def _has_formats(quantization: Json) -> bool:
+    """Of each group; "float-quantized" is FP8 with scales of rows and of tensors, too."""
+    groups = quantization.get("config_groups")
+    if not isinstance(groups, dict) or not groups:
+        return False
+    whole = quantization.get("format")
+    known = {name: weights for name, weights, _ in _SCHEMES.values()}
+    for group in groups.values():
+        weights = group.get("weights") if isinstance(group, dict) else None
+        name = group.get("format") or whole if isinstance(group, dict) else None
+        if not isinstance(weights, dict) or name not in known:
+            return False
+        if weights.get("strategy") != known[name]["strategy"]:
+            return False
+    return True
+
+
 COMPRESSED_TENSORS = Convention(
     name="compressed-tensors",
     title="compressed-tensors",
@@ -119,6 +136,7 @@ COMPRESSED_TENSORS = Convention(
     methods=("compressed-tensors",),
     configure=_configure,
     is_weight_only=_is_weight_only,
+    has_formats=_has_formats,
     fuses=True,
     weight_only=("nvfp4", "mxfp4", "mxfp8"),
     caveats=compressed_experts,

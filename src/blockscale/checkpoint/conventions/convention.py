@@ -54,6 +54,10 @@ def _never(quantization: Json) -> bool:
     return False
 
 
+def _always(quantization: Json) -> bool:
+    return True
+
+
 @dataclass(frozen=True)
 class Convention:
     """How one family of programs writes quantized checkpoints.
@@ -66,11 +70,13 @@ class Convention:
         methods: values of ``quant_method`` in a configuration.
         configure: what files of a folder say of a scheme: name of a file -> what is put into it.
         is_weight_only: whether a ``quantization_config`` says that activations are not quantized.
+        has_formats: whether those that a ``quantization_config`` names are among the storages.
         fuses: servers that read it make one of several weights, which share a global scale, and
             need an ``input_scale``.
         weight_only: formats that it has with activations in high precision, too.
         describes_itself: files say in their headers what is quantized.
         stacks: it has tensors of several matrices; others have a name for each matrix.
+        transposed_stacks: transformers' parameters are (experts, in, out), and these the others.
         model_types: the only ones that it is for; empty: for all.
         readers: programs of others that read such folders.
         caveats: what a reader gets wrong of weights, for the summary.
@@ -82,11 +88,13 @@ class Convention:
     methods: tuple[str, ...]
     configure: Callable[[Scheme], Mapping[str, Json]]
     is_weight_only: Callable[[Json], bool] = _never
+    has_formats: Callable[[Json], bool] = _always
     fuses: bool = False
     weight_only: tuple[str, ...] = ()
     also_read: tuple[Storage, ...] = ()
     describes_itself: bool = False
     stacks: bool = False
+    transposed_stacks: bool = False
     model_types: tuple[str, ...] = ()
     readers: tuple[str, ...] = ()
     caveats: Callable[[Made], list[str]] = no_caveats

@@ -55,6 +55,10 @@ def _configure_fine_grained(scheme: Scheme) -> dict[str, Json]:
     return model_config(config)
 
 
+def _has_blocks(quantization: Json) -> bool:
+    return quantization.get("weight_block_size") == [128, 128]
+
+
 DEEPSEEK = Convention(
     name="deepseek",
     title="DeepSeek's FP8 blocks",
@@ -67,6 +71,7 @@ DEEPSEEK = Convention(
     },
     methods=("fp8",),
     configure=lambda scheme: model_config(_fp8(scheme)),
+    has_formats=_has_blocks,
     caveats=rows_of_equal_blocks,
 )
 
@@ -87,6 +92,7 @@ DEEPSEEK_V4 = Convention(
     },
     methods=("fp8",),
     configure=_configure_v4,
+    has_formats=_has_blocks,
     model_types=("deepseek_v4",),
 )
 

@@ -34,6 +34,9 @@ GPT_OSS = Convention(
     },
     methods=("mxfp4",),
     configure=_configure,
+    is_weight_only=lambda quantization: True,
+    weight_only=("mxfp4",),
     stacks=True,
+    transposed_stacks=True,
     model_types=("gpt_oss",),
 )

@@ -111,6 +111,9 @@ MODELOPT = Convention(
     configure=_configure,
     also_read=(_STACKED,),
     is_weight_only=_is_weight_only,
+    has_formats=lambda quantization: (
+        quantization.get("quant_algo") in (*_ALGOS.values(), "MIXED_PRECISION")
+    ),
     fuses=True,
     weight_only=("nvfp4",),
 )

@@ -1,0 +1,114 @@
+"""A state dict as files of a convention have it, for programs that write files themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ..fused_names import fused_with
+from ..tensor import ScaledTensor
+from .conventions import CONVENTIONS, Convention, Scheme
+from .conventions.convention import CONFIG
+from .header import show
+from .ours import INPUT_SCALE, describe, metadata_for
+from .storage import Description, check_names
+
+__all__ = ["Written", "written_as"]
+
+
+class Written(NamedTuple):
+    """What a program writes.
+
+    Attributes:
+        tensors: stored name -> plain tensor.
+        metadata: of the header of each file.
+        config: what is put into the model's configuration.
+    """
+
+    tensors: dict[str, Tensor]
+    metadata: dict[str, str]
+    config: dict[str, Any]
+
+
+def written_as(
+    convention: str,
+    tensors: Mapping[str, Tensor],
+    *,
+    weight_only: bool,
+    input_scales: Mapping[str, float],
+    config: Mapping[str, Any],
+) -> Written:
+    """``tensors``, quantized ones among them, by the names and in the dtypes of a convention.
+
+    ``input_scales``: of layers, by the names of their weights. ``config``: of the model. Raises
+    ValueError where the convention has not what there is.
+    """
+    found = CONVENTIONS[convention]
+    found.check_model(config, "convention")
+    quantized = {n: t for n, t in tensors.items() if isinstance(t, ScaledTensor)}
+    _check(found, quantized, weight_only)
+    parts: dict[str, Tensor] = {}
+    names: list[str] = []
+    descriptions: dict[str, Description] = {}
+    for name, tensor in tensors.items():
+        own = {name: tensor}
+        if isinstance(tensor, ScaledTensor):
+            is_turned = found.transposed_stacks and tensor.dim() > 2
+            descriptions[name], made = describe(
+                tensor.mT if is_turned else tensor,
+                found.storages,
+                weight_only=weight_only and not found.describes_itself,
+                input_scale=input_scales.get(name, INPUT_SCALE),
+            )
+            # scalars may be one tensor, of which programs take one name
+            made = {part: t.clone() if t.numel() == 1 else t for part, t in made.items()}
+            own = {stored: made[p] for p, stored in descriptions[name].names(name).items()}
+        names += own
+        parts |= own
+    check_names(names, "model")
+    layers: dict[str, list[str]] = {}
+    for name, q in quantized.items():
+        layers.setdefault(q.format.name, []).append(name.removesuffix(".weight"))
+    scheme = Scheme({k: tuple(v) for k, v in layers.items()}, _left(tensors), weight_only)
+    told = descriptions if found.describes_itself else {}
+    return Written(parts, metadata_for(told, {}), dict(found.configure(scheme)[CONFIG]))
+
+
+def _left(tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """Layers with matrices that are not quantized, and the output head by its usual name."""
+    plain = [
+        name.removesuffix(".weight")
+        for name, tensor in tensors.items()
+        if not isinstance(tensor, ScaledTensor) and name.endswith(".weight") and tensor.dim() > 1
+    ]
+    return tuple(dict.fromkeys(["lm_head", *plain]))
+
+
+def _check(
+    convention: Convention, quantized: Mapping[str, ScaledTensor], weight_only: bool
+) -> None:
+    formats = {q.format.name: name for name, q in quantized.items()}
+    for format, name in formats.items():
+        if format not in convention.storages:
+            raise ValueError(
+                f"convention: {convention.title} has no {format}, which {show(name)} is; it has "
+                f"{', '.join(convention.storages)}: choose another, or 'blockscale', which has all"
+            )
+    always = () if weight_only and not convention.describes_itself else tuple(formats)
+    if missing := [each for each in formats if each not in (*always, *convention.weight_only)]:
+        raise ValueError(
+            f"convention: {convention.title} has no {missing[0]} with activations in high "
+            "precision, and the model's recipe leaves them so; choose another convention"
+        )
+    for name in quantized if convention.fuses else ():
+        group = [quantized[each] for each in fused_with(name) if each in quantized]
+        scales = {q.global_scale.item() for q in group if q.global_scale is not None}
+        if len(scales) > 1:
+            raise ValueError(
+                f"convention: {show(name)} and what servers fuse with it have {len(scales)} global "
+                f"scales, and programs that read {convention.title} take one for all; load the "
+                "high-precision folder with quantization_config=, or make the folder by "
+                "`blockscale quantize`"
+            )

@@ -1,0 +1,210 @@
+"""The quantizer that transformers calls when it loads and saves a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.core_model_loading import WeightConverter
+from transformers.quantizers.base import HfQuantizer
+
+from ..checkpoint.conventions import CONVENTIONS
+from ..checkpoint.files import Files
+from ..checkpoint.reading import convention_of, descriptions_of
+from ..checkpoint.storage import Description
+from ..fused_names import fused_with
+from ..nn.quantize import quantize_
+from ..tensor import ScaledTensor
+from .config import BlockscaleConfig, convention_to_write
+from .layers import (
+    FOLDER,
+    dequantize_layers,
+    layers_without,
+    place_layers,
+    quantize_layers,
+    quantized_group,
+)
+from .operations import Assemble, Quantize, reading_parts
+from .plan import last_of, module_of, parameters_of, plan_of, recipes_of
+from .saving import written
+
+__all__ = ["BlockscaleQuantizer"]
+
+
+class BlockscaleQuantizer(HfQuantizer):
+    """Loads quantized folders, quantizes others on the way, and writes conventions.
+
+    Layers are changed before any weight is read: what cannot be is refused at once.
+    """
+
+    quantization_config: BlockscaleConfig
+
+    def __init__(self, quantization_config: BlockscaleConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        #: Names of the tensors in the files, where these can be read beforehand.
+        self.stored: list[str] | None = None
+        self.descriptions: dict[str, Description] = {}
+        self.on_the_way: Quantize | None = None
+        #: What the folder's convention says.
+        self.weight_only = self.transposed_stacks = False
+        #: Of files, by the names of weights there, for saving.
+        self.input_scales: dict[str, float] = {}
+        #: The model's own, for saving.
+        self.conversions: list[Any] = []
+
+    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+        if isinstance(device_map, dict) and "disk" in device_map.values():
+            raise ValueError(
+                "device_map: has layers on the disk, and quantized weights have no storage that "
+                "could be mapped from it; leave them on a GPU or the CPU"
+            )
+        if not self.pre_quantized and self.quantization_config.recipe is None:
+            raise ValueError(
+                "quantization_config: the model is not quantized, and this has no recipe; pass "
+                'bs.hf.BlockscaleConfig(bs.Recipe("nvfp4", activations="bfloat16")), or another'
+            )
+
+    # --- before weights are read ------------------------------------------------------------------
+
+    def _process_model_before_weight_loading(
+        self, model: Any, checkpoint_files: Sequence[str] | None = None, **kwargs: Any
+    ) -> Any:
+        """Look at what the files have; which layers that is, is known with the conversions."""
+        paths = [Path(path) for path in checkpoint_files or ()]
+        is_read = bool(paths) and all(path.suffix == ".safetensors" for path in paths)
+        if is_read:
+            # of one file its index counts, if it has one; a folder may hold files of other models
+            with Files(paths[0] if len(paths) == 1 else paths[0].parent, FOLDER) as files:
+                self.stored = list(files.tensors)
+                if self.pre_quantized:
+                    self._read_descriptions(model, files)
+        elif self.pre_quantized:
+            raise ValueError(
+                f"{FOLDER}: quantized weights are read from safetensors files, and there are "
+                "none; load others by blockscale.checkpoint.load_file and load_state_dict"
+            )
+        return model
+
+    def _read_descriptions(self, model: Any, files: Files) -> None:
+        config = self.quantization_config
+        told = {**model.config.to_dict(), "quantization_config": config.stored}
+        convention = convention_of(told, FOLDER)
+        assert convention is not None
+        if not convention.has_formats(config.stored):
+            raise ValueError(
+                f"{FOLDER}: its config.json names a quantization of {convention.title} that "
+                f"blockscale does not read ({config.stored.get('quant_algo')!r:.40}); it reads "
+                f"{', '.join(convention.storages)}: load the model in high precision"
+            )
+        self.weight_only = convention.is_weight_only(config.stored)
+        self.transposed_stacks = convention.transposed_stacks
+        self.descriptions = descriptions_of(files, told, FOLDER)
+
+    def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
+        """Change the layers; the model's converters, told to read parts of quantized tensors."""
+        if getattr(model.config, "distributed_config", None) is not None:
+            raise ValueError(
+                "tp_plan: quantized weights are not cut among ranks here; leave it out, or serve "
+                "the folder by vLLM"
+            )
+        self.conversions = list(weight_conversions)
+        if not self.pre_quantized:
+            self._quantize_on_the_way(model)
+            return self.conversions
+        plan = plan_of(model, self.descriptions, weight_conversions)
+        quantize_layers(model, recipes_of(plan, self.weight_only, self.quantization_config.recipe))
+        assemble = Assemble(plan, self.input_scales, self.transposed_stacks)
+        stored: dict[str, set[str]] = {}
+        for parts in plan.values():
+            for pattern, sources in parts.items():
+                for _, description in sources:
+                    names = description.names(pattern).values()
+                    stored.setdefault(pattern, {pattern}).update(names)
+        read = [reading_parts(each, stored, assemble) for each in weight_conversions]
+        own = {last_of(parameter) for parameter in plan} & stored.keys()
+        return read + [WeightConverter(sorted(stored[n]), n, [assemble]) for n in sorted(own)]
+
+    def _quantize_on_the_way(self, model: Any) -> None:
+        """Layers whose weights the files do not have stay as they are made: a new head, say."""
+        recipe = self.quantization_config.recipe
+        assert recipe is not None
+        if self.stored is not None:
+            read = parameters_of(model, self.stored, self.conversions)
+            left = dict.fromkeys(layers_without(model, set(read)))
+            recipe = replace(recipe, overrides={**left, **dict(recipe.overrides)})
+        quantize_(model, recipe)
+        scaled = {
+            name
+            for name, weight in model.named_parameters()
+            if isinstance(weight, ScaledTensor) and weight.global_scale is not None
+        }
+        self.on_the_way = Quantize(
+            lambda name: tuple(n for n in fused_with(name) if n in scaled) or (name,),
+            lambda group: self._quantized(model, group),
+        )
+
+    # --- while they are read ----------------------------------------------------------------------
+
+    def get_new_dtype(self, converter: Any, param: Any, dtype: Any) -> Any:
+        """Parts of quantized tensors keep theirs; the operation casts what turns out to be none."""
+        operation = next(iter(getattr(converter, "operations", ())), None)
+        if not isinstance(operation, Assemble):
+            return super().get_new_dtype(converter, param, dtype)
+        operation.dtype = dtype
+        return None
+
+    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+        return isinstance(_parameter(model, param_name), ScaledTensor)
+
+    def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
+        size = param.nbytes / max(param.numel(), 1)
+        return size if isinstance(param, ScaledTensor) else param.element_size()
+
+    def get_quantize_ops(self) -> Quantize | None:
+        return self.on_the_way
+
+    def _quantized(self, model: Any, group: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        convention = convention_to_write(self.quantization_config, model.config.model_type)
+        return quantized_group(model, group, CONVENTIONS[convention].storages)
+
+    # --- after ------------------------------------------------------------------------------------
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        place_layers(model)
+        used = [each for each in self.conversions if each.was_used()]
+        self.conversions = used
+        model._weight_conversions = []  # get_state_dict_and_metadata reverses them
+        return model
+
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
+        config = self.quantization_config
+        made = written(model, config, self.conversions, self.input_scales)
+        others = dict(made.config)
+        config.stored = dict(others.pop("quantization_config"))
+        model.config.update(others)
+        return made.tensors, made.metadata
+
+    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        """The model as it was before, with the values that its weights stand for."""
+        dequantize_layers(model, dtype)
+        return model
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Adapters are; what is quantized is not."""
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+
+def _parameter(model: Any, name: str) -> Any:
+    return getattr(model.get_submodule(module_of(name)), last_of(name), None)
