@@ -153,7 +153,7 @@ def test_other_files(folder):
     ("recipe", "convention", "match"),
     [
         ("mxfp6_e2m3", "modelopt", "convention: NVIDIA ModelOpt has no mxfp6_e2m3, .*'blockscale'"),
-        (bs.Recipe("mxfp8", activations="bfloat16"), "fine-grained", "no mxfp8 with activations in"),
+        (bs.Recipe("mxfp8", activations="bfloat16"), "fine-grained", "no mxfp8 with activations"),
         ("mxfp4", "gpt-oss", "convention: gpt-oss is for models of type gpt_oss"),
     ],
 )  # fmt: skip
