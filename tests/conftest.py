@@ -6,6 +6,7 @@ import ctypes
 import gc
 import importlib.util
 import mmap
+import sys
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator
@@ -107,3 +108,19 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backends, "cpu_backend", lambda: request.param)
         yield request.param
+
+
+@pytest.fixture(scope="module")
+def transformers_restored() -> Iterator[None]:
+    """What ``import blockscale.hf`` registers is gone when the tests of a file are over."""
+    auto = pytest.importorskip("transformers.quantizers.auto")
+    names = "AUTO_QUANTIZER_MAPPING", "AUTO_QUANTIZATION_CONFIG_MAPPING"
+    kept = {name: dict(getattr(auto, name)) for name in names}
+    attributes = auto.LOADING_ATTRIBUTES_CONFIG_TYPES
+    if "blockscale.hf" in sys.modules:  # which registers when it is imported first
+        sys.modules["blockscale.hf"].register()
+    yield
+    for name, mapping in kept.items():
+        getattr(auto, name).clear()
+        getattr(auto, name).update(mapping)
+    auto.LOADING_ATTRIBUTES_CONFIG_TYPES = attributes

@@ -41,7 +41,8 @@ def named(pages: list[Path], *languages: str) -> list[object]:
 
 
 @pytest.mark.parametrize("page", named(PAGES, "python", "py"))
-@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.usefixtures("transformers_restored")
 def test_python(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
