@@ -1,4 +1,4 @@
-"""kill -9 at two hundred points of a folder's conversion: nothing lost, nothing half-written."""
+"""kill -9 in the midst of a folder's conversion: nothing lost, nothing half-written."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from test_checkpoint_kill import die_at, in_child
 from blockscale import checkpoint
 from blockscale.checkpoint import tasks
 
-KILLS = 200
+#: Points of both conversions together, and with --exhaustive.
+KILLS, ALL = 60, 200
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -26,8 +27,11 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("kind", ["quantize", "convert"])
-def test_killed_anywhere(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_killed_anywhere(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     """At random calls that change files, also while it goes on after a kill."""
+    points = (ALL if request.config.option.exhaustive else KILLS) // 2
     monkeypatch.setattr(tasks, "CHUNK", 1 << 12)
     monkeypatch.setattr(tasks, "PIECE", 1 << 14)
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # is for machines that lose power
@@ -45,7 +49,7 @@ def test_killed_anywhere(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         die_at(n)
         run(target)
 
-    while kills < KILLS // 2:
+    while kills < points:
         for _ in range(rng.choice((1, 1, 2, 5))):
             status = in_child(partial(body, rng.randrange(250)))
             kills += os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
@@ -58,7 +62,7 @@ def test_killed_anywhere(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         for path in sorted(target.rglob("*"), reverse=True):
             path.rmdir() if path.is_dir() else path.unlink()
         target.rmdir()
-    assert resumed > KILLS // 4
+    assert resumed > points // 2
     assert content(source) == before
 
 
