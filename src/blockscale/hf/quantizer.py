@@ -175,6 +175,7 @@ class BlockscaleQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         place_layers(model)
+        self.on_the_way = None
         used = [each for each in self.conversions if each.was_used()]
         self.conversions = used
         model._weight_conversions = []  # get_state_dict_and_metadata reverses them

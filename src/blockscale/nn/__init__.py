@@ -6,6 +6,7 @@ from .blocks import block_names
 from .convert import convert
 from .exclude import DEFAULT_EXCLUDE
 from .experts import experts
+from .fused_projections import fuse_projections
 from .gated import SWIGLU, GatedActivation
 from .grouped import GroupedLinear, grouped_linear
 from .held_experts import QuantizedExperts
@@ -58,6 +59,7 @@ __all__ = [
     "clear_weight_cache",
     "convert",
     "experts",
+    "fuse_projections",
     "grouped_linear",
     "linear",
     "load_balancing_loss",
