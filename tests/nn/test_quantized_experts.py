@@ -400,10 +400,15 @@ def test_what_a_layer_does_not_take():
         (tensor(E, 2 * I, H), r"got a plain torch\.float32 tensor, the layer holds its weight in"),
         (held(tensor(E, 2 * I, H), "mxfp4"), "choose the recipe that the file was quantized with"),
         (held(tensor(E, 2 * I, H), "mxfp8", -2), "the file's blocks run along the other dimension"),
+        (held(tensor(E, 2 * I, H), "mxfp8", -2), r"has the transposes, .* pass its \.mT"),
         (held(tensor(E, 2 * I, H), "mxfp8")[:2], "choose the recipe"),
     ):
         with pytest.raises(RuntimeError, match=f"gate_up_proj: .*{why}"):
             model.load_state_dict({"gate_up_proj": given}, strict=False)
+    turned = held(tensor(E, I, H), "mxfp8", -2)
+    with pytest.raises(RuntimeError, match=r"down_proj: got .*the transposes, .* pass its \.mT"):
+        model.load_state_dict({"down_proj": turned}, strict=False)
+    model.load_state_dict({"down_proj": turned.mT}, strict=False)
     report = bs.nn.ConversionReport()
     for recipe in (bs.Recipe("mxfp4"), None):
         both = nn.ModuleList([model, bs.convert(nn.Linear(64, 64), bs.Recipe())])
