@@ -40,7 +40,7 @@ _MARKS = {
 
 
 #: Of the cases of a test that runs kernels in the emulator, one of so many is a part of every run,
-#: and two at least; the others are run with --exhaustive.
+#: and two at least, one of long ones; the others are run with --exhaustive.
 _ONE_OF = 4
 
 
@@ -63,7 +63,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 case.add_marker("slow")
         if cases[0].get_closest_marker("kernels") and not config.option.exhaustive:
             others = pytest.mark.skip(reason="one of the cases that --exhaustive runs")
-            for case in in_no_order(cases)[max(2, -(-len(cases) // _ONE_OF)) :]:
+            least = 1 if cases[0].get_closest_marker("long") else 2
+            for case in in_no_order(cases)[max(least, -(-len(cases) // _ONE_OF)) :]:
                 case.add_marker(others)
 
 

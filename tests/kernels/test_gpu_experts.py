@@ -68,6 +68,7 @@ def test_experts(arch, recipe, transposed):
         assert (a.float() - b.float()).norm() <= 1e-2 * b.float().norm()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("arch", "recipe"),
     [("sm_90a", "fp8_block"), ("sm_100a", "mxfp8")],
@@ -214,6 +215,7 @@ def allocated(call) -> tuple[list[int], int]:
     return [size for size in sizes if size > 0], sum(sizes)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("arch", "name"), [("sm_90a", "fp8_block"), ("sm_100a", "mxfp8")])
 def test_memory(arch, name):
     """Of all pairs' rows of tokens two exist in bf16, each until it is combined: the second

@@ -65,6 +65,7 @@ def test_steps(arch, format, activations):
     assert error < (0.25 if activations == "nvfp4" else 0.06)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
 def test_one_kernel(dtype):
     """It is taken where there is one; weights that change, and layers of experts, too."""
