@@ -493,9 +493,17 @@ def test_what_is_refused():
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("recipe", [RECIPES["nvfp4"], WEIGHT_ONLY["nvfp4"]], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "recipe", "dtype"),
+    [
+        ("concatenated", WEIGHT_ONLY["nvfp4"], torch.float32),
+        ("concatenated", RECIPES["mxfp8"], torch.bfloat16),
+        ("gpt-oss", RECIPES["nvfp4"], torch.bfloat16),
+        ("another activation", WEIGHT_ONLY["nvfp4"], torch.bfloat16),
+        ("no gate", RECIPES["nvfp4"], torch.float32),
+    ],
+    ids=str,
+)
 def test_compiled(kind, recipe, dtype):
     """Without breaks, and with sizes that change; values are read back inside of an op alone."""
     torch.compiler.reset()
