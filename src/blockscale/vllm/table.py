@@ -1,0 +1,114 @@
+"""Which layers of a checkpoint are quantized, and how, as its files say it.
+
+Configurations name layers by globs, classes or what they leave out, and each library in its own
+way. Names, dtypes and shapes of a weight's parts tell without a doubt.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ..checkpoint.header import TORCH_DTYPES, Stored, show
+from ..checkpoint.storage import Description
+from ..formats import Format
+from .weights import Kind
+
+__all__ = ["Table"]
+
+_EXPERT = re.compile(r"\d+\.")
+
+
+@dataclass(frozen=True)
+class Table:
+    """Weights of a checkpoint, by the names that vLLM has for layers.
+
+    Attributes:
+        kinds: of the quantized ones.
+        names: of all tensors.
+    """
+
+    kinds: Mapping[str, Kind]
+    names: frozenset[str]
+
+    @classmethod
+    def of(cls, found: Mapping[str, Description], tensors: Mapping[str, Stored]) -> Table:
+        """What ``found`` describes of ``tensors``. ValueError for what layers do not hold."""
+        return cls(
+            {name: _kind(name, each, tensors) for name, each in found.items()}, frozenset(tensors)
+        )
+
+    def renamed(self, rename: Callable[[str], str | None]) -> Table:
+        """By other names; None drops one."""
+        kinds = {new: kind for name, kind in self.kinds.items() if (new := rename(name))}
+        return Table(kinds, frozenset(new for name in self.names if (new := rename(name))))
+
+    def linear(self, prefix: str, packed: Mapping[str, Sequence[str]]) -> Kind | None:
+        """How the weight of a linear layer is quantized; None if it is not.
+
+        Args:
+            prefix: the layer's name.
+            packed: last part of a name -> those of the layers that vLLM makes one of.
+
+        Raises ValueError where weights that become one are quantized in several ways, and where
+        there are none of these names.
+        """
+        parent, dot, last = prefix.rpartition(".")
+        members = [f"{parent}{dot}{each}.weight" for each in packed.get(last, [last])]
+        return self._common(prefix, members)
+
+    def experts(self, prefix: str) -> Kind | None:
+        """The same of the experts of a layer, each of which has a number in front of its names."""
+        start = f"{prefix}."
+        inside = [name for name in self.names if name.startswith(start)]
+        stacks = [name for name in self.kinds if name.startswith((start, f"{prefix}_"))]
+        members = sorted(
+            name
+            for name in {*inside, *stacks}
+            if name.endswith(".weight") and _EXPERT.match(name, len(start))
+        )
+        if not members and stacks:
+            raise ValueError(
+                f"{prefix}: {show(stacks[0])} is a stack of experts; blockscale serves experts "
+                "that have names of their own. Serve it without quantization='blockscale'"
+            )
+        return None if inside and not members else self._common(prefix, members)
+
+    def _common(self, prefix: str, members: Sequence[str]) -> Kind | None:
+        kinds = {name: kind for name in members if (kind := self.kinds.get(name)) is not None}
+        plain = [name for name in members if name in self.names and name not in kinds]
+        if not kinds:
+            if plain:
+                return None
+            raise ValueError(
+                f"{prefix}: the checkpoint has no tensor {show(members[0] if members else prefix)},"
+                " so blockscale cannot tell whether this layer is quantized; vLLM knows it by "
+                "another name. Serve it without quantization='blockscale'"
+            )
+        name, kind = next(iter(kinds.items()))
+        others = [each for each, one in kinds.items() if one != kind]
+        absent = [each for each in members if each not in kinds and each not in plain]
+        if other := [*plain, *others, *absent]:
+            what = "not quantized" if plain else "quantized otherwise" if others else "not there"
+            raise ValueError(
+                f"{prefix}: vLLM makes one layer of {show(name)} ({kind.format.name}) and "
+                f"{show(other[0])}, which is {what}; quantize both alike, or none (blockscale "
+                "quantize --exclude)"
+            )
+        return kind
+
+
+def _kind(name: str, description: Description, tensors: Mapping[str, Stored]) -> Kind:
+    format: Format = description.format
+    if description.axis != -1 or description.transposed or description.groups:
+        raise ValueError(
+            f"{show(name)}: its blocks do not run along its last dimension, as those of layers "
+            "here do; serve it without quantization='blockscale'"
+        )
+    dtypes = {part: tensors[stored].dtype for part, stored in description.names(name).items()}
+    return Kind(
+        format.name,
+        {part: description.storage.places[part] for part in description.parts},
+        {part: TORCH_DTYPES[each] for part, each in dtypes.items()},
+    )
