@@ -16,7 +16,7 @@ from ..formats import get_format
 from ..fused import swiglu_quantize
 from ..gemm import grouped_gemm
 from ..gemm_quantize import grouped_gemm_quantize
-from ..nn.quantized import own_global_scale
+from ..nn.holds import own_global_scale
 from ..ops import FallbackWarning
 from ..ops.operand_layout import operand_layout
 from ..quantize import quantize

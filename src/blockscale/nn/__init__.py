@@ -8,6 +8,7 @@ from .exclude import DEFAULT_EXCLUDE
 from .experts import experts
 from .gated import SWIGLU, GatedActivation
 from .grouped import GroupedLinear, grouped_linear
+from .held_experts import QuantizedExperts
 from .hf_experts import register_experts
 from .linear import Linear, linear
 from .main_gradients import MainGradients
@@ -17,6 +18,7 @@ from .norm import LayerNorm, RMSNorm
 from .norm_linear import LayerNormLinear, RMSNormLinear
 from .quantize import quantize_
 from .quantized import QuantizedLinear, quantized_linear
+from .quantized_experts import quantized_experts
 from .recipe import Recipe
 from .report import ConversionReport
 from .reuse import clear_weight_cache, reuse_weights
@@ -44,6 +46,7 @@ __all__ = [
     "MainGradients",
     "MoE",
     "MultiheadAttention",
+    "QuantizedExperts",
     "QuantizedLinear",
     "RMSNorm",
     "RMSNormLinear",
@@ -60,6 +63,7 @@ __all__ = [
     "load_balancing_loss",
     "load_rounding_state",
     "quantize_",
+    "quantized_experts",
     "quantized_linear",
     "register_experts",
     "reuse_weights",

@@ -9,7 +9,7 @@ from .attention import set_fast_paths
 from .class_change import become, original, restore
 from .group_checks import check_recipe_of_groups
 from .hf_activation import forget_activation
-from .hf_experts import Experts
+from .hf_experts import Experts, find_activation
 from .kinds import CONVERTED, GROUPED, OWN, QUANTIZED, Kind
 from .names import plain_name
 from .recipe import Recipe, check_training_recipe
@@ -97,7 +97,7 @@ def convert(
         else:
             become(module, kind.converted)
             if isinstance(module, Experts):
-                module.find_activation()
+                find_activation(module)
         entries.append(entry_of(name, module, how))
         found = recipe.of(name)
         assert found is not None  # else it was left alone
@@ -133,6 +133,8 @@ def _obstacle(kind: Kind, module: torch.nn.Module) -> str:
 
 
 def _is_converted(module: torch.nn.Module) -> bool:
+    if isinstance(module, QUANTIZED):
+        return False
     return _BEFORE in module.__dict__ if isinstance(module, OWN) else isinstance(module, CONVERTED)
 
 

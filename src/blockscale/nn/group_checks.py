@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..checks import choose
 from ..formats import formats, get_format
+from ..quantization import PLAIN
 from ..routing import INTEGERS, Routing
 from ..tensor import ScaledTensor
 from ..tensor_checks import DTYPES, check_is_tensor, check_offsets, is_looked_at
 from ..watching import refuse_tangents
+from .holds import check_called
 from .linear import check_dtype, check_whole
-from .recipe import Recipe, check_training_recipe
+from .recipe import Recipe, check_inference_recipe, check_training_recipe
 
 __all__ = [
     "ExpertParameters",
     "check_experts",
     "check_grouped",
+    "check_held_experts",
+    "check_inference_recipe_of_groups",
     "check_plain",
     "check_recipe_of_groups",
     "check_saved_format",
@@ -48,13 +53,38 @@ def check_recipe_of_groups(recipe: Recipe | None) -> None:
             "give them a recipe of their own: overrides={'*.experts': blockscale.Recipe("
             f"{get_format(recipe.format).name!r})}}"
         )
-    activations, gradients = recipe.format_of("activations"), recipe.format_of("gradients")
-    for role, found in (("activations", activations), ("gradients", gradients)):
+    for role in ("activations", "gradients"):
+        found = recipe.format_of(role)
         if found.block[0] > 1 or (found.element.bits not in (4, 8)):
             raise ValueError(
                 f"recipe: {recipe} has {role} of {found.name!r}, which cannot be grouped along the "
                 'contraction; choose "mxfp8", "nvfp4", "mxfp4" or "fp8_block"'
             )
+
+
+def check_inference_recipe_of_groups(recipe: Recipe) -> None:
+    """TypeError or ValueError unless rows in groups can be multiplied by quantized stacks so."""
+    check_inference_recipe(recipe)
+    if "fprop" in recipe.high_precision:
+        raise ValueError(
+            f"recipe: {recipe} leaves fprop in high precision; pass activations='bfloat16' for "
+            "quantized weights alone"
+        )
+    if recipe.weight_only:
+        return
+    if recipe.operand("activations").rows != PLAIN:
+        raise ValueError(
+            f"recipe: {recipe} does more than round activations of fprop to nearest, which experts "
+            "do not know yet; give them a recipe of their own: overrides={'*.experts': "
+            f"blockscale.Recipe({get_format(recipe.format).name!r})}}"
+        )
+    found = recipe.format_of("activations")
+    if found.block[0] > 1:
+        raise ValueError(
+            f"recipe: {recipe} has activations of {found.name!r}, whose blocks of {found.block[0]} "
+            'rows would be of several groups; choose "mxfp8", "nvfp4", "mxfp4" or "fp8_block", or '
+            "activations='bfloat16'"
+        )
 
 
 def check_saved_format(name: str | None, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -107,6 +137,55 @@ def check_experts(
 ) -> None:
     """Raise unless these are operands of ``experts``, which so many ``ranks`` share evenly."""
     check_recipe_of_groups(recipe)
+    for name, each in _stacks(held).items():
+        check_plain(name, each, recipe)
+        _check_rows(name, each, recipe)
+    if held.gate is not None and held.gate.dtype != held.up.dtype:
+        raise TypeError(f"gate: got {held.gate.dtype}, up has {held.up.dtype}; cast one of them")
+    _check_all(x, weights, routing, held, recipe, transposed, interleaved, ranks)
+
+
+def check_held_experts(
+    x: Tensor,
+    weights: Tensor | None,
+    routing: Routing | Tensor,
+    held: ExpertParameters,
+    recipe: Recipe,
+    transposed: bool,
+    interleaved: bool = False,
+) -> None:
+    """Raise unless these are operands of ``quantized_experts``."""
+    check_inference_recipe_of_groups(recipe)
+    stacks = _stacks(held)
+    others = x, weights, held.up_bias, held.down_bias
+    check_called(stacks, recipe, others, "blockscale.nn.experts")
+    axis = -2 if transposed else -1
+    for name, each in stacks.items():
+        if each.dim() != 3 or each.axis != axis or each.offsets is not None:
+            raise ValueError(
+                f"{name}: got {each}; expected a stack of matrices that are blocked along axis "
+                f"{axis}, without groups"
+            )
+    _check_all(x, weights, routing, held, recipe, transposed, interleaved)
+
+
+def _stacks(held: ExpertParameters) -> dict[str, Any]:
+    """What experts multiply by, by name."""
+    stacks = {"up": held.up, "down": held.down}
+    return stacks if held.gate is None else {**stacks, "gate": held.gate}
+
+
+def _check_all(
+    x: Tensor,
+    weights: Tensor | None,
+    routing: Routing | Tensor,
+    held: ExpertParameters,
+    recipe: Recipe | None,
+    transposed: bool,
+    interleaved: bool,
+    ranks: int = 1,
+) -> None:
+    """Raise unless experts, whose stacks are known to be some, can be called so."""
     if held.gate is not None and interleaved:
         raise ValueError(
             "activation: has interleaved=True, and gate is a stack of its own; pass it with "
@@ -123,37 +202,36 @@ def check_experts(
         _check_count("routing", routing, len(held.up))
     else:
         _check_routing(x, weights, routing, ranks * len(held.up))
-    refuse_tangents("layers of groups have", x, weights, *held)
+    plain = [each for each in held if not isinstance(each, ScaledTensor)]
+    refuse_tangents("layers of groups have", x, weights, *plain)
 
 
 def _check_held(x: Tensor, held: ExpertParameters, recipe: Recipe | None, transposed: bool) -> None:
     up, down, up_bias, down_bias, gate = held
     check_plain("x", x, recipe)
-    for name, each in (("up", up), ("down", down), ("gate", gate)):
-        if each is not None:
-            check_plain(name, each, recipe)
-            _check_rows(name, each, recipe)
     halves = 2 if gate is None else 1
     if up.dim() != 3 or x.dim() != 2:
         raise _misfit(x, up, halves, transposed)
-    given, up, down = up, *(each.mT if transposed else each for each in (up, down))
-    if x.shape[1] != up.shape[2] or up.shape[1] % halves:
-        raise _misfit(x, given, halves, transposed)
+    count, rows, columns = _turned(up.shape, transposed)
+    if x.shape[1] != columns or rows % halves:
+        raise _misfit(x, up, halves, transposed)
     if gate is not None and (gate.shape != up.shape or transposed):
         raise ValueError(
             f"gate: has shape {tuple(gate.shape)}; expected that of up, {tuple(up.shape)}, and "
             "transposed=False"
         )
-    if gate is not None and gate.dtype != up.dtype:
-        raise TypeError(f"gate: got {gate.dtype}, up has {up.dtype}; cast one of them")
-    wanted = up.shape[0], up.shape[2], up.shape[1] // halves
-    if tuple(down.shape) != wanted:
-        shape, want = ((n, *s[::-1]) if transposed else (n, *s)
-                       for n, *s in (down.shape, wanted))  # fmt: skip
-        raise ValueError(f"down: has shape {tuple(shape)}; expected {tuple(want)}, as up's")
-    _check_biases(recipe, (len(up), 2 * wanted[2]), up_bias=up_bias)
+    wanted = count, columns, rows // halves
+    if down.shape != _turned(wanted, transposed):
+        want = _turned(wanted, transposed)
+        raise ValueError(f"down: has shape {tuple(down.shape)}; expected {want}, as up's")
+    _check_biases(recipe, (count, 2 * wanted[2]), up_bias=up_bias)
     _check_biases(recipe, wanted[:2], down_bias=down_bias)
     _check_alike(x, up=up, down=down, up_bias=up_bias, down_bias=down_bias, gate=gate)
+
+
+def _turned(shape: Sequence[int], transposed: bool) -> tuple[int, ...]:
+    """Of stacks as they are, that of (experts, N, K), or the other way round."""
+    return (*shape[:-2], shape[-1], shape[-2]) if transposed else tuple(shape)
 
 
 def _misfit(x: Tensor, up: Tensor, halves: int, transposed: bool) -> ValueError:

@@ -18,7 +18,7 @@ from ..ops import global_scale
 from ..ops.backends import on_cpu
 from ..routing import sizes_of
 from ..tensor import ScaledTensor
-from . import observing
+from . import held_groups, observing
 from .forms import quantize_forms
 from .group_launches import QuantizedRows
 from .recipe import Recipe
@@ -118,6 +118,8 @@ def _tensor(x: Operand) -> Tensor:
 def _product(x: Operand, weight: Weight, offsets: Tensor, how: Product, upright: bool) -> Tensor:
     """``x[start:end] @ weight[i]`` of each group, or, unless weights are ``upright``, by their
     transposes."""
+    if held_groups.is_held(weight):
+        return held_groups.product(_tensor(x), weight, offsets, how.dtype, upright=upright)
     if isinstance(x, QuantizedRows) and isinstance(weight, Tensor):
         axis = -2 if upright else -1
         product = x.launches.multiply(x, weight, how.dtype, axis=axis, dgrad=how.dgrad)

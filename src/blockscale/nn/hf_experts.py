@@ -6,8 +6,9 @@ and are called with tokens, and the experts and weights of each.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +22,15 @@ from .recipe import Recipe
 from .reuse import ForgetsWeights
 from .unscripted import Unscripted
 
-__all__ = ["Experts", "is_experts", "register_experts"]
+__all__ = [
+    "Experts",
+    "Steps",
+    "find_activation",
+    "is_experts",
+    "register_experts",
+    "run",
+    "stack_names",
+]
 
 _NAME = "blockscale"
 _MARKS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "num_experts", "down_proj")
@@ -33,11 +42,7 @@ class Experts(ForgetsWeights, Unscripted, torch.nn.Module):
     recipe: Recipe
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        return _run(self, hidden_states, top_k_index, top_k_weights, self.recipe)
-
-    def find_activation(self) -> None:
-        """Find the activation now: the first forward may be captured in a CUDA graph."""
-        activation_of(self, next(self.parameters()).device)
+        return run(self, hidden_states, top_k_index, top_k_weights, self.recipe, _PLAIN)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={self.recipe}".removeprefix(", ")
@@ -46,6 +51,11 @@ class Experts(ForgetsWeights, Unscripted, torch.nn.Module):
 def is_experts(module: torch.nn.Module) -> bool:
     """Whether it is what transformers marks so; that is not imported."""
     return all(hasattr(module, name) for name in _MARKS)
+
+
+def find_activation(module: torch.nn.Module) -> None:
+    """Find the activation now: the first forward may be captured in a CUDA graph."""
+    activation_of(module, next(module.parameters()).device)
 
 
 def register_experts(recipe: Recipe = Recipe()) -> None:  # noqa: B008 - a frozen value
@@ -70,18 +80,38 @@ def register_experts(recipe: Recipe = Recipe()) -> None:  # noqa: B008 - a froze
         ) from why
 
     def forward(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        return _run(module, hidden, index, weights, recipe)
+        return run(module, hidden, index, weights, recipe, _PLAIN)
 
     functions.register(_NAME, forward)
 
 
-def _run(module: Any, x: Tensor, index: Tensor, weights: Tensor, recipe: Recipe) -> Tensor:
+def stack_names(module: Any) -> tuple[str, str]:
+    """The parameters that its products multiply by."""
+    return "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
+
+
+class Steps(NamedTuple):
+    """What experts are computed by, of matrices that are held in high precision, or otherwise.
+
+    Attributes:
+        experts: :func:`experts`, or a function that is called alike: all at once.
+        linear: the product of grouped rows by a stack, of x, the stack, offsets, bias, a recipe and
+            whether the stack is transposed.
+    """
+
+    experts: Callable[..., Tensor]
+    linear: Callable[[Tensor, Any, Tensor, Tensor | None, Recipe, bool], Tensor]
+
+
+def run(
+    module: Any, x: Tensor, index: Tensor, weights: Tensor, recipe: Recipe, steps: Steps
+) -> Tensor:
     """What the module's experts give each token."""
     routing = route(index, module.num_experts)
     activation = activation_of(module, x.device)
     if activation is None:
-        return _composed(module, x, weights, routing, recipe)
-    return experts(
+        return _composed(module, x, weights, routing, recipe, steps)
+    return steps.experts(
         x,
         weights,
         routing,
@@ -95,21 +125,36 @@ def _run(module: Any, x: Tensor, index: Tensor, weights: Tensor, recipe: Recipe)
     )
 
 
-def _composed(module: Any, x: Tensor, weights: Tensor, routing: Routing, recipe: Recipe) -> Tensor:
+def _composed(
+    module: Any, x: Tensor, weights: Tensor, routing: Routing, recipe: Recipe, steps: Steps
+) -> Tensor:
     """One step after another, each with a backward of its own: whatever is between the products."""
-    name = "gate_up_proj" if module.has_gate else "up_proj"
-    rows = x[routing.tokens]
-    h = _linear(module, name, rows, routing, recipe)
+
+    def product(name: str, rows: Tensor) -> Tensor:
+        bias = getattr(module, f"{name}_bias") if module.has_bias else None
+        given = getattr(module, name), routing.offsets, bias, recipe, module.is_transposed
+        return steps.linear(rows, *given)
+
+    up, down = stack_names(module)
+    h = product(up, x[routing.tokens])
     h = module._apply_gate(h) if module.has_gate else module.act_fn(h)
-    y = _linear(module, "down_proj", h, routing, recipe)
+    y = product(down, h)
     if getattr(module, "has_post_expert_norm", False):
         y = module.post_expert_norm(y)
     return combine(y, routing.slots, weights)
 
 
-def _linear(module: Any, name: str, x: Tensor, routing: Routing, recipe: Recipe) -> Tensor:
-    weight = getattr(module, name)
-    if module.is_transposed:
+def _linear(
+    x: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None,
+    recipe: Recipe,
+    transposed: bool,
+) -> Tensor:
+    if transposed:
         weight = weight.mT.contiguous()
-    bias = getattr(module, f"{name}_bias") if module.has_bias else None
-    return grouped_linear(x, weight, routing.offsets, bias, recipe=recipe)
+    return grouped_linear(x, weight, offsets, bias, recipe=recipe)
+
+
+_PLAIN = Steps(experts, _linear)

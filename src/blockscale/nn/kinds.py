@@ -11,28 +11,40 @@ from .attention import MultiheadAttention
 from .class_change import _new  # noqa: F401 - where files of whole models that are older look
 from .conv1d import Conv1D
 from .grouped import GroupedLinear
+from .held_experts import QuantizedExperts, QuantizedGatedExperts
 from .hf_experts import Experts, is_experts
+from .holds import HoldsQuantized
 from .linear import Linear
 from .moe import GatedExperts
 from .parametrized import parameters_of, sources_of
 from .quantized import QuantizedConv1D, QuantizedLinear
 from .titan_experts import TitanExperts
 
-__all__ = ["CONVERTED", "GROUPED", "OWN", "QUANTIZED", "Kind", "kind_of", "unknown"]
+__all__ = [
+    "CONVERTED",
+    "GROUPED",
+    "OWN",
+    "QUANTIZED",
+    "QUANTIZED_STACKS",
+    "Kind",
+    "kind_of",
+    "unknown",
+]
 
 
 class Kind(NamedTuple):
     """A layer as ``convert`` makes it, and as ``quantize_`` does (None: it does not)."""
 
     converted: type[torch.nn.Module]
-    quantized: type[torch.nn.Module] | None
+    quantized: type[HoldsQuantized] | None
 
 
 _LINEAR = Kind(Linear, QuantizedLinear)
 _CONV1D = Kind(Conv1D, QuantizedConv1D)
 _ATTENTION = Kind(MultiheadAttention, None)
-_EXPERTS = Kind(Experts, None)
+_EXPERTS = Kind(Experts, QuantizedExperts)
 _TITAN = Kind(TitanExperts, None)
+_GATED = Kind(GatedExperts, QuantizedGatedExperts)
 
 #: Of the class that defines ``forward``.
 _KINDS = {
@@ -44,8 +56,10 @@ _KINDS = {
     torch.nn.MultiheadAttention: _ATTENTION,
     MultiheadAttention: _ATTENTION,
     Experts: _EXPERTS,
+    QuantizedExperts: _EXPERTS,
     TitanExperts: _TITAN,
-    GatedExperts: Kind(GatedExperts, None),
+    GatedExperts: _GATED,
+    QuantizedGatedExperts: _GATED,
     GroupedLinear: Kind(GroupedLinear, None),
 }
 
@@ -54,7 +68,9 @@ OWN = (GatedExperts, GroupedLinear)
 #: Whose rows are grouped, which not every recipe can.
 GROUPED = (Experts, TitanExperts, *OWN)
 CONVERTED = (Linear, Conv1D, MultiheadAttention, *GROUPED)
-QUANTIZED = (QuantizedLinear, QuantizedConv1D)
+#: Of stacks of matrices.
+QUANTIZED_STACKS = (QuantizedExperts, QuantizedGatedExperts)
+QUANTIZED = (QuantizedLinear, QuantizedConv1D, *QUANTIZED_STACKS)
 
 _CONVOLUTIONS = torch.nn.modules.conv._ConvNd
 _FUSED = (torch.nn.RNNBase, torch.nn.RNNCellBase)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,8 +14,11 @@ from ..tensor import ScaledTensor
 from .attention import set_fast_paths
 from .class_change import become
 from .forms import quantize_forms
-from .kinds import CONVERTED, QUANTIZED, Kind
-from .quantized import QuantizedConv1D, check_held, own_global_scale
+from .group_checks import check_inference_recipe_of_groups
+from .held_experts import QuantizedExperts
+from .hf_experts import find_activation
+from .holds import check_held, own_global_scale
+from .kinds import CONVERTED, QUANTIZED, QUANTIZED_STACKS, Kind
 from .recipe import Recipe, check_inference_recipe, check_recipe
 from .report import ConversionReport, publish
 from .seeds import Stepping
@@ -77,47 +81,81 @@ def quantize_(
         _check(layer, recipes[layer.name])
     _check_left(model, recipe)
     entries = [entry_of(name, module, by_override(recipe, name)) for name, module, _ in layers]
-    keys = [(*_key(layer), recipes[layer.name]) for layer in layers]
-    shared = Counter(keys)
+    keys = Counter(key for layer in layers for key in _keys(layer, recipes[layer.name]).values())
     made: dict[Any, tuple[Tensor, torch.nn.Parameter]] = {}  # with masters, which keep their ids
-    for layer, key in zip(layers, keys, strict=True):
-        module, kind, its = layer.module, layer.kind, recipes[layer.name]
-        master = module._parameters["weight"]
-        assert master is not None
-        if key in made:
-            _, weight = made[key]
-        else:
-            weight = _quantized(master, its, kind)
-            if shared[key] > 1:
-                made[key] = master, weight
-        module.weight = weight
-        if not isinstance(module, QUANTIZED):
-            assert kind.quantized is not None
-            if isinstance(module, Stepping):
-                module.set_rounding(None, 0)
-            become(module, kind.quantized)
-        module.recipe = its  # type: ignore[assignment]
-        module._place()  # type: ignore[operator]
+    for layer in layers:
+        module, its = layer.module, recipes[layer.name]
+        for name, key in _keys(layer, its).items():
+            master = module._parameters[name]
+            assert master is not None
+            if key in made:
+                _, weight = made[key]
+            else:
+                weight = _quantized(master, its, key.axis)
+                if keys[key] > 1:
+                    made[key] = master, weight
+            setattr(module, name, weight)
+            del master, weight  # the next is made when this one's is dropped
+        _become(layer, its)
     set_fast_paths(model, CONVERTED + QUANTIZED)
     publish(report_on(model, layers, entries, left), report)
     return model
 
 
+class _Key(NamedTuple):
+    """Equal where layers share a quantized weight."""
+
+    master: int
+    axis: int
+    recipe: Recipe
+
+
+def _keys(layer: Layer, recipe: Recipe) -> dict[str, _Key]:
+    """Of the weights that a layer is to hold quantized."""
+    parameters = layer.module._parameters
+    return {name: _Key(id(parameters[name]), axis, recipe) for name, axis in _held(layer).items()}
+
+
+def _held(layer: Layer) -> Mapping[str, int]:
+    assert layer.kind.quantized is not None  # else there was an obstacle
+    return layer.kind.quantized.held(layer.module)
+
+
+def _become(layer: Layer, recipe: Recipe) -> None:
+    """Make a layer one that holds the weights that it has been given."""
+    module, kind = layer.module, layer.kind
+    assert kind.quantized is not None
+    if not isinstance(module, QUANTIZED):
+        if isinstance(module, Stepping):
+            module.set_rounding(None, 0)
+        become(module, kind.quantized)
+    module.recipe = recipe  # type: ignore[assignment]
+    module._place()  # type: ignore[operator]
+    if isinstance(module, QuantizedExperts):
+        find_activation(module)
+
+
 def _obstacle(kind: Kind, module: torch.nn.Module) -> str:
     if kind.quantized is None:
         return "its matrices are no layers that could hold quantized weights; see bs.convert"
-    weight = module._parameters.get("weight")
+    found = (_why_not(n, module._parameters.get(n)) for n in kind.quantized.held(module))
+    return next(filter(None, found), "")
+
+
+def _why_not(name: str, weight: Tensor | None) -> str:
+    """Why a weight cannot be held quantized; "" if it can."""
     if weight is None:
-        return "its weight is computed, it is no parameter; remove what computes it first"
+        return f"its {name} is computed, it is no parameter; remove what computes it first"
     if isinstance(weight, ScaledTensor) or torch.nn.parameter.is_lazy(weight):
         return ""
     if type(weight) is not torch.nn.Parameter:
-        return f"its weight is a {type(weight).__name__}: quantize before ranks share or gather it"
+        kind = type(weight).__name__
+        return f"its {name} is a {kind}: quantize before ranks share or gather it"
     if weight.dtype not in DTYPES:
         allowed = ", ".join(map(str, DTYPES))
-        return f"its weight is {tuple(weight.shape)} {weight.dtype}; cast it to one of {allowed}"
+        return f"its {name} is {tuple(weight.shape)} {weight.dtype}; cast it to one of {allowed}"
     if not weight.numel():
-        return f"its weight is {tuple(weight.shape)}, which is empty"
+        return f"its {name} is {tuple(weight.shape)}, which is empty"
     return ""
 
 
@@ -125,6 +163,8 @@ def _recipe_of(layer: Layer, recipe: Recipe) -> Recipe:
     found = recipe.of(layer.name)
     assert found is not None
     check_inference_recipe(found)
+    if layer.kind.quantized in QUANTIZED_STACKS:
+        check_inference_recipe_of_groups(found)
     if "fprop" in found.high_precision:
         raise ValueError(
             f"recipe: {found} leaves fprop in high precision, there is nothing to quantize; pass "
@@ -145,29 +185,22 @@ def _check_left(model: torch.nn.Module, recipe: Recipe) -> None:
 
 def _check(layer: Layer, recipe: Recipe) -> None:
     check_lazy(layer.name, layer.module)
-    weight = layer.module.weight
-    if isinstance(weight, ScaledTensor):
-        why = check_held(weight, recipe, _axis(layer.kind))
-        if why:
-            raise ValueError(f"model: weight of {layer.name or 'the layer'} {why}")
+    dims = 3 if layer.kind.quantized in QUANTIZED_STACKS else 2
+    for name, axis in _held(layer).items():
+        weight = layer.module._parameters[name]
+        if isinstance(weight, ScaledTensor):
+            why = check_held(weight, recipe, axis, dims)
+            if why:
+                raise ValueError(f"model: {name} of {layer.name or 'the layer'} {why}")
 
 
-def _key(layer: Layer) -> tuple[int, int]:
-    """Equal where layers share their quantized weight, if their recipes are the same."""
-    return id(layer.module._parameters["weight"]), _axis(layer.kind)
-
-
-def _axis(kind: Kind) -> int:
-    return -2 if kind.quantized is QuantizedConv1D else -1
-
-
-def _quantized(weight: Tensor, recipe: Recipe, kind: Kind) -> torch.nn.Parameter:
+def _quantized(weight: Tensor, recipe: Recipe, axis: int) -> torch.nn.Parameter:
     """A weight as its layer holds it; one that is quantized already, as it is."""
     if isinstance(weight, ScaledTensor):
         weight.requires_grad_(False)
         own_global_scale(weight)
         return weight  # type: ignore[return-value]
-    transposed = _axis(kind) == -2
+    transposed = axis == -2
     rows = weight.detach().mT.contiguous() if transposed else weight.detach().contiguous()
     q = quantize_forms(rows, recipe.operand("weights"), rows=True).rows
     assert q is not None

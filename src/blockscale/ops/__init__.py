@@ -13,6 +13,7 @@ from .fused import swiglu, swiglu_backward, swiglu_quantize
 from .gemm import gemm, gemm_out
 from .gemm_quantize import gemm_quantize, grouped_gemm_quantize
 from .grouped_gemm import grouped_gemm, grouped_gemm_out
+from .grouped_values import grouped_values
 from .norms import norm, norm_backward, norm_quantize
 from .quantize import global_scale, quantize, quantize_both
 from .route import route
@@ -32,6 +33,7 @@ __all__ = [
     "grouped_gemm",
     "grouped_gemm_out",
     "grouped_gemm_quantize",
+    "grouped_values",
     "norm",
     "norm_backward",
     "norm_quantize",
