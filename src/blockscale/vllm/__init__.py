@@ -7,9 +7,13 @@ its own, and tested without it::
     schemes   what becomes of activations, as config.json says it
     table     which layers of a checkpoint are quantized, as its files say it
     weights   the parameters of a layer, and the ScaledTensor that is made of them
-    served    a weight as a module, and the op that multiplies by it
-    config    vLLM's QuantizationConfig: which layer is given what
+    stored    a ScaledTensor as plain parameters
+    served    linear layers and experts, which multiply by what is stored
+    device    whether a device has the kernels
+    config    vLLM's configuration of a checkpoint
+    methods   which layer is run by what
     linear    vLLM's method of linear layers
+    experts   vLLM's method of experts
 """
 
 __all__ = ["METHOD", "register"]

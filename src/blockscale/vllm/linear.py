@@ -18,7 +18,8 @@ from vllm.model_executor.parameter import (
 from vllm.model_executor.utils import set_weight_attrs
 
 from ..nn.recipe import Recipe
-from .served import ServedLinear, check_device
+from .device import check_device
+from .served import ServedLinear
 from .weights import Kind, Slot, assemble
 
 __all__ = ["BlockscaleLinearMethod"]
@@ -45,13 +46,9 @@ class BlockscaleLinearMethod(LinearMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        try:
-            slots = list(self.kind.slots(input_size_per_partition))
-        except ValueError as error:
-            raise ValueError(f"{self.prefix}: {error}") from None
         layer.output_partition_sizes = output_partition_sizes
         loader = extra_weight_attrs.pop("weight_loader")
-        for slot in slots:
+        for slot in self.kind.slots(input_size_per_partition, self.prefix):
             parameter = _parameter(slot, output_partition_sizes, loader)
             check_device(parameter.device, self.recipe, self.prefix)
             self.kind.poison(slot.part, parameter.data)
@@ -60,10 +57,10 @@ class BlockscaleLinearMethod(LinearMethodBase):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         names = {part: place.of("weight") for part, place in self.kind.places.items()}
-        read = {part: getattr(layer, name).data for part, name in names.items()}
-        weights = assemble(self.kind, read, layer.output_partition_sizes, self.prefix)
+        taken = {part: getattr(layer, name).data for part, name in names.items()}
         for name in names.values():
             delattr(layer, name)
+        weights = assemble(self.kind, taken, layer.output_partition_sizes, self.prefix)
         layer.served = torch.nn.ModuleList(ServedLinear(each, self.recipe) for each in weights)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:

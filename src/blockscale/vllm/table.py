@@ -44,6 +44,10 @@ class Table:
         kinds = {new: kind for name, kind in self.kinds.items() if (new := rename(name))}
         return Table(kinds, frozenset(new for name in self.names if (new := rename(name))))
 
+    def has(self, layer: str) -> bool:
+        """Whether it has a weight for a layer of this name."""
+        return f"{layer}.weight" in self.names or f"{layer}.weight" in self.kinds
+
     def linear(self, prefix: str, packed: Mapping[str, Sequence[str]]) -> Kind | None:
         """How the weight of a linear layer is quantized; None if it is not.
 

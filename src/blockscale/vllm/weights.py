@@ -5,7 +5,7 @@ What nobody wrote is found: parameters begin as codes that no quantizer makes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,7 @@ from ..checkpoint.storage import Place, parts_of
 from ..formats import Format, get_format
 from ..tensor import ScaledTensor
 
-__all__ = ["Kind", "Slot", "Weight", "assemble"]
+__all__ = ["Experts", "Kind", "Slot", "Weight", "assemble", "assemble_experts"]
 
 _NEGATIVE_ZEROS = 0x88  # two of E2M1
 _E4M3_NAN = 0x7F
@@ -57,13 +57,13 @@ class Kind:
     def format(self) -> Format:
         return get_format(self.format_name)
 
-    def slots(self, k: int) -> Iterator[Slot]:
+    def slots(self, k: int, layer: str) -> Iterator[Slot]:
         """The parameters of a matrix of ``k`` columns. ValueError where blocks do not fit it."""
         size = self.format.block_size
         if k % size:
             raise ValueError(
-                f"K = {k} of a rank is no multiple of {size}, the block of {self.format_name}; "
-                "choose another tensor_parallel_size"
+                f"{layer}: K = {k} of a rank is no multiple of {size}, the block of "
+                f"{self.format_name}; choose another tensor_parallel_size"
             )
         shapes = parts_of(self.format, (1, k))
         for part, place in self.places.items():
@@ -106,6 +106,18 @@ class Weight:
     input_scale: Tensor | None
 
 
+@dataclass(frozen=True)
+class Experts:
+    """Stacks of matrices of experts: (E, 2I, H), gates first, or, with ``gate``, two of (E, I, H);
+    and (E, H, I). Their inputs have one global scale, the largest of the experts'."""
+
+    up: ScaledTensor
+    down: ScaledTensor
+    gate: ScaledTensor | None = None
+    up_input_scale: Tensor | None = None
+    down_input_scale: Tensor | None = None
+
+
 def assemble(
     kind: Kind, parameters: Mapping[str, Tensor], rows: Sequence[int], layer: str
 ) -> list[Weight]:
@@ -120,39 +132,65 @@ def assemble(
 
     Raises ValueError where nobody wrote a parameter.
     """
-    _check_written(kind, parameters, rows, layer)
+    for part, x in parameters.items():
+        _check_written(kind, part, [x] if x.dim() == 1 else x.split(list(rows)), layer)
     parts = {part: kind.decode(part, x) for part, x in parameters.items()}
     numbers = [parts[part] for part in ("global_scale", "input_scale") if part in parts]
     if all((x == x[0]).all() for x in numbers):
         rows = [sum(rows)]
     data, scale = (parts[part].split(list(rows)) for part in ("data", "scale"))
-    return [
-        Weight(
-            ScaledTensor(
-                data[i],
-                scale[i],
-                format=kind.format,
-                shape=(n, kind.format.element.elements(data[i].shape[-1])),
-                global_scale=_number(parts, "global_scale", i),
-            ),
-            _number(parts, "input_scale", i),
+    made = []
+    for i in range(len(rows)):
+        scalar, of_input = (
+            parts[part][i].clone() if part in parts else None
+            for part in ("global_scale", "input_scale")
         )
-        for i, n in enumerate(rows)
-    ]
+        made.append(Weight(_tensor(kind, data[i], scale[i], scalar), of_input))
+    return made
 
 
-def _number(parts: Mapping[str, Tensor], part: str, i: int) -> Tensor | None:
-    return parts[part][i].clone() if part in parts else None
+def assemble_experts(
+    kind: Kind, up: Mapping[str, Tensor], down: Mapping[str, Tensor], layer: str
+) -> Experts:
+    """The stacks of a layer of experts. Gate and up are one, if their global scales are the same.
+
+    Args:
+        kind: of the weights.
+        up: part -> parameter: (E, 2I, ...), or two numbers for each expert.
+        down: (E, H, ...), or a number for each expert.
+        layer: its name, for messages.
+
+    Raises ValueError where nobody wrote a parameter.
+    """
+    for part, x in (*up.items(), *down.items()):
+        halves = 2 if x is up.get(part) else 1
+        pieces = [half for each in x for half in each.chunk(halves)] if x.dim() > 2 else [x]
+        _check_written(kind, part, pieces, layer)
+    up, down = ({part: kind.decode(part, x) for part, x in each.items()} for each in (up, down))
+    inputs = [each["input_scale"].max() if "input_scale" in each else None for each in (up, down)]
+    stacks = up["data"], up["scale"]
+    of_down = _tensor(kind, down["data"], down["scale"], down.get("global_scale"))
+    scalars = up.get("global_scale")
+    if scalars is None or (scalars[:, 0] == scalars[:, 1]).all():
+        one = None if scalars is None else scalars[:, 0].clone()
+        return Experts(_tensor(kind, *stacks, one), of_down, None, *inputs)
+    gate, rest = (
+        _tensor(kind, data.contiguous(), scale.contiguous(), scalar.clone())
+        for data, scale, scalar in zip(*(x.chunk(2, 1) for x in stacks), scalars.T, strict=True)
+    )
+    return Experts(rest, of_down, gate, *inputs)
 
 
-def _check_written(
-    kind: Kind, parameters: Mapping[str, Tensor], rows: Sequence[int], layer: str
-) -> None:
-    for part, x in parameters.items():
-        pieces = x.split(list(rows)) if x.shape[0] == sum(rows) and x.dim() > 1 else (x,)
-        if any(kind.is_unwritten(part, each) for each in pieces):
-            raise ValueError(
-                f"{layer}: {kind.places[part].of('weight')} was not read from the checkpoint, or "
-                "has NaN in it; fetch the checkpoint again, or add what NVFP4 lacks by blockscale "
-                "convert-checkpoint IN OUT --to modelopt --repair"
-            )
+def _tensor(kind: Kind, data: Tensor, scale: Tensor, global_scale: Tensor | None) -> ScaledTensor:
+    shape = *data.shape[:-1], kind.format.element.elements(data.shape[-1])
+    return ScaledTensor(data, scale, format=kind.format, shape=shape, global_scale=global_scale)
+
+
+def _check_written(kind: Kind, part: str, pieces: Iterable[Tensor], layer: str) -> None:
+    """ValueError where one of the pieces of a parameter is what it was filled with."""
+    if any(kind.is_unwritten(part, each) for each in pieces):
+        raise ValueError(
+            f"{layer}: {kind.places[part].of('weight')} was not read from the checkpoint, or has "
+            "NaN in it; fetch the checkpoint again, or add what NVFP4 lacks by blockscale "
+            "convert-checkpoint IN OUT --to modelopt --repair"
+        )
