@@ -224,21 +224,22 @@ def _in_fp32(model: nn.Module) -> None:
 # --- vLLM -----------------------------------------------------------------------------------------
 
 
-def load(folder: Path, **arguments: Any) -> tuple[Any, VllmConfig]:
+def load(folder: Path, rank: int = 0, **arguments: Any) -> tuple[Any, VllmConfig]:
     """The model as vLLM loads it, with more arguments of its command line."""
+    ranks = arguments.get("tensor_parallel_size", 1)
     config = EngineArgs(
         *(str(folder),),
         skip_tokenizer_init=True,
-        dtype="bfloat16",
         max_model_len=SIZES["max_position_embeddings"],
         enforce_eager=True,
         compilation_config={"custom_ops": ["none"]},  # its definitions in torch, not its CPU build
-        **arguments,
+        **{"dtype": "bfloat16", **arguments},
     ).create_engine_config()
     with set_current_vllm_config(config):
-        init_distributed_environment(1, 0, f"file://{folder.parent}/store", 0, "gloo")
+        store = f"file://{folder.parent}/store{ranks if ranks > 1 else ''}"
+        init_distributed_environment(ranks, rank, store, rank, "gloo")
         destroy_model_parallel()  # of the case before: a mixture has other groups
-        ensure_model_parallel_initialized(1, 1)
+        ensure_model_parallel_initialized(ranks, 1)
         torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty gives NaN
         try:
             return get_model(vllm_config=config), config
@@ -302,8 +303,9 @@ def shown(db: float) -> float | str:
 
 def members(model: Any, name: str) -> list[str]:
     """Weights that vLLM made this layer of."""
-    parent, _, last = name.rpartition(".")
-    return [f"{parent}.{each}.weight" for each in model.packed_modules_mapping.get(last, [last])]
+    parent, dot, last = name.rpartition(".")
+    each = model.packed_modules_mapping.get(last, [last])
+    return [f"{parent}{dot}{member}.weight" for member in each]
 
 
 def pairs(model: Any, state: dict[str, Any]) -> Iterator[tuple[list[str], Tensor]]:

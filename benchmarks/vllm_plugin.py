@@ -1,13 +1,13 @@
 r"""Does vLLM 0.33 serve quantized folders by blockscale's layers, and are the numbers right?
 
 On a CPU, in the environment of ``vllm_loader.py``, whose tiny models, comparison and stand-ins for
-what a CPU lacks are used here. Kernels of vLLM are not: the layers are blockscale's. Folders of each
-convention and format are loaded by vLLM's own ``get_model`` with ``quantization="blockscale"``, and
-compared, layer by layer:
+what a CPU lacks are used here; kernels of vLLM are not, as the layers are blockscale's. Folders of
+each convention and format are loaded by vLLM's own ``get_model`` with ``quantization="blockscale"``
+and compared, layer by layer:
 
 - layers: each that is quantized in the folder is run by ``ServedLinear`` or ``ServedExperts``;
-- weights: codes, block scales and global scales after loading are those of ``load_folder``, byte for
-  byte, with q, k and v (gate and up) one below the other;
+- weights: codes, block scales and global scales after loading are those of ``load_folder``, byte
+  for byte, with q, k and v (gate and up) one below the other;
 - outputs: bit for bit those of ``bs.nn.quantized_linear``, of ``bs.gemm`` where NVFP4's activations
   have the folder's global scale, and of the same products expert by expert;
 - logits: the model in vLLM, and transformers' with our weights and our quantized inputs, both in
@@ -15,8 +15,7 @@ compared, layer by layer:
   bf16;
 - compiled: torch.compile of a layer's MLP, whole and of any number of tokens, has the same bits.
 
-Then: two ranks have the parts of the weights that they should, and give the logits of one; folders
-with faults, and what the plugin does not do, are refused with a sentence.
+Then (``vllm_limits.py``): unusual folders, two ranks that share layers, and what is refused.
 
     pip install -e .                       in that environment, so that vLLM finds the plugin
     python benchmarks/vllm_plugin.py       writes benchmarks/results/vllm_plugin.json, four minutes
@@ -30,26 +29,23 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import vllm_limits as limits
 import vllm_loader as loader  # sets vLLM up for a CPU
 from vllm_loader import Case, shown, sqnr
 
 import torch  # isort: skip
-from safetensors.torch import load_file  # isort: skip
 from torch import Tensor, nn  # isort: skip
 from transformers import AutoModelForCausalLM  # isort: skip
-from vllm.config import VllmConfig, set_current_vllm_config  # isort: skip
-from vllm.forward_context import set_forward_context  # isort: skip
-from vllm.plugins import load_general_plugins  # isort: skip
+from vllm.config import VllmConfig  # isort: skip
 
 import blockscale as bs
 from blockscale import checkpoint
-from blockscale.vllm import served
 
 RESULT = Path(__file__).resolve().parent / "results" / "vllm_plugin.json"
 PROJECTIONS = ("gate_proj", "up_proj")
@@ -79,6 +75,11 @@ class Served(Case):
         if self.format != "nvfp4" or self.weight_only:
             return None
         return state.get(f"{weight.removesuffix('weight')}input_scale", torch.tensor(1.0))
+
+    def largest(self, state: dict[str, Any], weights: list[str]) -> Tensor | None:
+        """The same of experts, which share one."""
+        scales = [x for each in weights if (x := self.scale(state, each)) is not None]
+        return max(scales) if scales else None
 
     def inputs(self, state: dict[str, Any], weight: str, x: Tensor) -> Tensor:
         if self.weight_only:
@@ -130,22 +131,15 @@ class Served(Case):
 
     def _experts(self, state: Any, name: str, layer: Any, g: torch.Generator) -> bool:
         """Pair by pair, added up in the order in which tokens name their experts."""
-        parent, (experts, width, hidden) = (
-            name.removesuffix(".routed_experts"),
-            layer.served.up.weight.shape,
-        )
+        parent, (experts, _, hidden) = name.removesuffix(".routed_experts"), layer.served.up.shape
         x = torch.randn(loader.TOKENS, hidden, generator=g).bfloat16()
         weights, ids = torch.rand(loader.TOKENS, experts, generator=g).topk(2)
         got = layer.quant_method.apply(layer, x, weights, ids.int(), None, None)
         rows = torch.empty(loader.TOKENS, 2, hidden, dtype=torch.bfloat16)
         scales = [
-            max(
-                (self.scale(state, f"{parent}.{e}.{each}.weight") for e in range(experts)
-                 for each in of),
-                default=None,
-            ) if self.scale(state, f"{parent}.0.{of[0]}.weight") is not None else None
+            self.largest(state, [f"{parent}.{e}.{x}.weight" for e in range(experts) for x in of])
             for of in (PROJECTIONS, ("down_proj",))
-        ]  # fmt: skip
+        ]
         for e in range(experts):
             tokens, j = torch.where(ids == e)
             gate, up, down = (
@@ -184,9 +178,8 @@ class Served(Case):
                 layer.gate_up_proj, layer.down_proj = of(PROJECTIONS), of(("down_proj",))
         ids = torch.arange(loader.TOKENS) * 37 % loader.SIZES["vocab_size"]
         with torch.no_grad():
-            loader._in_fp32(model)
             expected = reference(ids[None]).logits[0]
-            return {"logits_db": shown(sqnr(expected, logits(model, config, ids)))}
+        return {"logits_db": shown(sqnr(expected, limits.logits(model, config)))}
 
 
 def frozen(x: Tensor) -> nn.Parameter:
@@ -195,15 +188,8 @@ def frozen(x: Tensor) -> nn.Parameter:
 
 def stack(values: dict[str, Tensor], name: str, experts: int, of: tuple[str, ...]) -> nn.Parameter:
     """Matrices of all experts, as transformers holds them."""
-    each = (
-        torch.cat([values[f"{name}.{e}.{part}.weight"] for part in of]) for e in range(experts)
-    )
+    each = (torch.cat([values[f"{name}.{e}.{part}.weight"] for part in of]) for e in range(experts))
     return frozen(torch.stack([*each]))
-
-
-def logits(model: Any, config: VllmConfig, ids: Tensor) -> Tensor:
-    with set_current_vllm_config(config), set_forward_context(None, config):
-        return model.compute_logits(model(ids, torch.arange(len(ids))))
 
 
 def held(model: Any, state: dict[str, Any]) -> Iterator[tuple[list[str], list[bs.ScaledTensor]]]:
@@ -228,11 +214,14 @@ def same(ours: list[bs.ScaledTensor], theirs: list[bs.ScaledTensor]) -> bool:
         [torch.cat([x.qdata.view(torch.uint8) for x in each]) for each in (ours, theirs)],
         [torch.cat([x.compact_bytes() for x in each]) for each in (ours, theirs)],
     ]
-    scalars = [{x.global_scale.item() for x in each if x.format.has_global_scale} for each in (ours, theirs)]
+    scalars = [
+        {x.global_scale.item() for x in each if x.format.has_global_scale}
+        for each in (ours, theirs)
+    ]
     return all(torch.equal(*pair) for pair in joined) and scalars[0] == scalars[1]
 
 
-# --- compiled, and on two ranks -------------------------------------------------------------------
+# --- all ------------------------------------------------------------------------------------------
 
 
 def compiled(folder: Path) -> dict[str, Any]:
@@ -273,16 +262,31 @@ def run(place: Path) -> Iterator[dict[str, Any]]:
         yield case.run(folder, of)
     for format in ("nvfp4", "mxfp8"):
         yield {"format": format, **compiled(place / f"llama-modelopt-{format}-False-")}
+    yield from limits.unusual(place, source, Served)
+    yield limits.cache(place)
+    yield from limits.refusals(place, source)
+    yield from limits.ranks(place)
 
 
 def main() -> int:
+    """Run, print, write. 1 unless all is right."""
     warnings.filterwarnings("ignore")
-    loader._stub()
-    load_general_plugins()
+    limits.prepare()
+    results = []
     with tempfile.TemporaryDirectory() as scratch:
         for each in run(Path(scratch)):
+            results.append(each)
             print(json.dumps(each), flush=True)
-    return 0
+    packages = ("vllm", "torch", "transformers", "compressed-tensors")
+    versions = {"blockscale": bs.__version__, **{name: version(name) for name in packages}}
+    out = {"versions": versions, "machine": platform.machine(), "right_from_db": loader.RIGHT}
+    RESULT.write_text(json.dumps({**out, "cases": results}, indent=1) + "\n")
+    return int(
+        not all(
+            each["loaded"] and each["right"] if "loaded" in each else each["right"]
+            for each in results
+        )
+    )
 
 
 if __name__ == "__main__":

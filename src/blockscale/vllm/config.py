@@ -12,6 +12,7 @@ from vllm.model_executor.layers.quantization.base_config import (
     QuantizeMethodBase,
 )
 
+from ..checkpoint.conventions import Convention
 from ..checkpoint.files import Files
 from ..checkpoint.folders import read_config
 from ..checkpoint.header import Stored
@@ -28,6 +29,21 @@ __all__ = ["BlockscaleConfig"]
 _Found = tuple[Mapping[str, Description], Mapping[str, Stored]]
 
 
+def _convention(quantization: dict[str, Any] | None) -> Convention:
+    """What a configuration names. ValueError where it is unknown, or nothing is quantized."""
+    try:
+        found = convention_of({"quantization_config": quantization}, "quantization")
+    except ValueError as error:
+        raise ValueError(f"{error}: serve it without quantization='blockscale'") from None
+    if found is None:
+        raise ValueError(
+            "quantization: 'blockscale' serves checkpoints that are quantized, and config.json has "
+            "no quantization_config; make one (blockscale quantize IN OUT --format nvfp4 "
+            "--convention modelopt), or serve it without quantization='blockscale'"
+        )
+    return found
+
+
 class BlockscaleConfig(QuantizationConfig):
     """What vLLM asks about a checkpoint that is served by blockscale's layers.
 
@@ -38,11 +54,10 @@ class BlockscaleConfig(QuantizationConfig):
         kv_cache_scheme: of FP8 keys and values, which vLLM asks for by this name.
     """
 
-    def __init__(self, quantization: dict[str, Any]) -> None:
+    def __init__(self, quantization: dict[str, Any] | None = None) -> None:
         super().__init__()
         self.quantization = quantization
-        convention = convention_of({"quantization_config": quantization}, "quantization")
-        assert convention is not None
+        convention = _convention(quantization)
         self.describes_itself = convention.describes_itself
         self.activations = activations_of(quantization, convention)
         self.kv_cache_scheme = kv_cache_scheme_of(quantization)
@@ -60,7 +75,7 @@ class BlockscaleConfig(QuantizationConfig):
 
     @staticmethod
     def get_config_filenames() -> list[str]:
-        return ["hf_quant_config.json"]
+        return []  # vLLM's reader of config.json looks into ModelOpt's as well
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> BlockscaleConfig:
@@ -130,6 +145,11 @@ class BlockscaleConfig(QuantizationConfig):
                 "--calibrate"
             )
         return recipe
+
+    def check_claimed(self) -> None:
+        """ValueError where the model has no layer for a quantized weight. All layers are made."""
+        if self.table is not None:
+            self.table.check_claimed()
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         from .methods import method_of

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,10 +12,12 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 from vllm.model_executor.layers.fused_moe.routed_experts import FusedMoeWeightScaleSupported
 from vllm.model_executor.utils import set_weight_attrs
 
-from ..nn.recipe import Recipe
 from .device import check_device
 from .served import ServedExperts
 from .weights import Kind, assemble_experts
+
+if TYPE_CHECKING:
+    from .config import BlockscaleConfig
 
 __all__ = ["BlockscaleMoEMethod"]
 
@@ -23,9 +25,10 @@ __all__ = ["BlockscaleMoEMethod"]
 class BlockscaleMoEMethod(FusedMoEMethodBase):
     """Parameters stacked as vLLM does, until the checkpoint is read; then ``layer.served``."""
 
-    def __init__(self, moe: Any, kind: Kind, recipe: Recipe, prefix: str) -> None:
+    def __init__(self, moe: Any, config: BlockscaleConfig, kind: Kind, prefix: str) -> None:
         super().__init__(moe)
-        self.kind, self.recipe, self.prefix = kind, recipe, prefix
+        self.config, self.kind, self.prefix = config, kind, prefix
+        self.recipe = config.recipe(kind, prefix)
 
     def create_weights(
         self,
@@ -58,6 +61,7 @@ class BlockscaleMoEMethod(FusedMoEMethodBase):
                 set_weight_attrs(parameter, {**extra_weight_attrs, **how, "weight_loader": loader})
 
     def process_weights_after_loading(self, layer: Any) -> None:
+        self.config.check_claimed()
         up, down = self._taken(layer, "w13"), self._taken(layer, "w2")
         layer.served = ServedExperts(
             assemble_experts(self.kind, up, down, self.prefix), self.recipe

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,10 +17,12 @@ from vllm.model_executor.parameter import (
 )
 from vllm.model_executor.utils import set_weight_attrs
 
-from ..nn.recipe import Recipe
 from .device import check_device
 from .served import ServedLinear
 from .weights import Kind, Slot, assemble
+
+if TYPE_CHECKING:
+    from .config import BlockscaleConfig
 
 __all__ = ["BlockscaleLinearMethod"]
 
@@ -33,8 +35,9 @@ class BlockscaleLinearMethod(LinearMethodBase):
     one of its own, by its own scale.
     """
 
-    def __init__(self, kind: Kind, recipe: Recipe, prefix: str) -> None:
-        self.kind, self.recipe, self.prefix = kind, recipe, prefix
+    def __init__(self, config: BlockscaleConfig, kind: Kind, prefix: str) -> None:
+        self.config, self.kind, self.prefix = config, kind, prefix
+        self.recipe = config.recipe(kind, prefix)
 
     def create_weights(
         self,
@@ -56,6 +59,7 @@ class BlockscaleLinearMethod(LinearMethodBase):
             set_weight_attrs(parameter, extra_weight_attrs)
 
     def process_weights_after_loading(self, layer: Any) -> None:
+        self.config.check_claimed()
         names = {part: place.of("weight") for part, place in self.kind.places.items()}
         taken = {part: getattr(layer, name).data for part, name in names.items()}
         for name in names.values():

@@ -39,13 +39,13 @@ def method_of(
     if isinstance(layer, RoutedExperts):
         if (kind := table.experts(prefix)) is None:
             return None
-        return BlockscaleMoEMethod(layer.moe_config, kind, config.recipe(kind, prefix), prefix)
+        return BlockscaleMoEMethod(layer.moe_config, config, kind, prefix)
     is_tied = isinstance(layer, ParallelLMHead) and not table.has(prefix)
     if isinstance(layer, LinearBase | ParallelLMHead) and not is_tied:
         if (kind := table.linear(prefix, config.packed_modules_mapping)) is None:
             return UnquantizedLinearMethod()
         _check_adapters(prefix)
-        return BlockscaleLinearMethod(kind, config.recipe(kind, prefix), prefix)
+        return BlockscaleLinearMethod(config, kind, prefix)
     if f"{prefix}.weight" in table.kinds:
         what = "embedding" if isinstance(layer, VocabParallelEmbedding) else "layer"
         raise ValueError(

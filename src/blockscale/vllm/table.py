@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..checkpoint.header import TORCH_DTYPES, Stored, show
 from ..checkpoint.storage import Description
-from ..formats import Format
+from ..exclusions import why_left_alone
 from .weights import Kind
 
 __all__ = ["Table"]
 
 _EXPERT = re.compile(r"\d+\.")
+_BLOCK = re.compile(r".*?\.\d+\.")
 
 
 @dataclass(frozen=True)
@@ -27,10 +28,12 @@ class Table:
     Attributes:
         kinds: of the quantized ones.
         names: of all tensors.
+        claimed: quantized ones that a layer was made for.
     """
 
     kinds: Mapping[str, Kind]
     names: frozenset[str]
+    claimed: set[str] = field(default_factory=set)
 
     @classmethod
     def of(cls, found: Mapping[str, Description], tensors: Mapping[str, Stored]) -> Table:
@@ -42,7 +45,10 @@ class Table:
     def renamed(self, rename: Callable[[str], str | None]) -> Table:
         """By other names; None drops one."""
         kinds = {new: kind for name, kind in self.kinds.items() if (new := rename(name))}
-        return Table(kinds, frozenset(new for name in self.names if (new := rename(name))))
+        names, claimed = (
+            {new for name in each if (new := rename(name))} for each in (self.names, self.claimed)
+        )
+        return Table(kinds, frozenset(names), claimed)
 
     def has(self, layer: str) -> bool:
         """Whether it has a weight for a layer of this name."""
@@ -79,6 +85,22 @@ class Table:
             )
         return None if inside and not members else self._common(prefix, members)
 
+    def check_claimed(self) -> None:
+        """ValueError for a quantized weight beside others that have layers, itself without one.
+
+        vLLM does not ask about all layers, routers for one, and its loaders may then take codes for
+        weights. Blocks of which nothing is claimed are those of other ranks, or not loaded.
+        """
+        blocks = {_block(name) for name in self.claimed}
+        for name in self.kinds.keys() - self.claimed:
+            if (block := _block(name)) is None or block not in blocks:
+                continue
+            raise ValueError(
+                f"{show(name)} is in {self.kinds[name].format_name}, and vLLM makes no layer of it "
+                "that may be quantized; quantize without it (blockscale quantize --exclude), or "
+                "serve it without quantization='blockscale'"
+            )
+
     def _common(self, prefix: str, members: Sequence[str]) -> Kind | None:
         kinds = {name: kind for name in members if (kind := self.kinds.get(name)) is not None}
         plain = [name for name in members if name in self.names and name not in kinds]
@@ -100,11 +122,23 @@ class Table:
                 f"{show(other[0])}, which is {what}; quantize both alike, or none (blockscale "
                 "quantize --exclude)"
             )
+        self.claimed.update(kinds)
         return kind
 
 
+def _block(name: str) -> str | None:
+    """The block of a model that a weight is in: its name up to the first number."""
+    found = _BLOCK.match(name)
+    return found and found[0]
+
+
 def _kind(name: str, description: Description, tensors: Mapping[str, Stored]) -> Kind:
-    format: Format = description.format
+    if why_left_alone(name).startswith("left alone by default: embedding"):
+        raise ValueError(
+            f"{show(name)} is a quantized embedding, and blockscale serves linear layers and "
+            "experts; quantize without it (blockscale quantize --exclude '*embed*'), or serve it "
+            "without quantization='blockscale'"
+        )
     if description.axis != -1 or description.transposed or description.groups:
         raise ValueError(
             f"{show(name)}: its blocks do not run along its last dimension, as those of layers "
@@ -112,7 +146,7 @@ def _kind(name: str, description: Description, tensors: Mapping[str, Stored]) ->
         )
     dtypes = {part: tensors[stored].dtype for part, stored in description.names(name).items()}
     return Kind(
-        format.name,
+        description.format.name,
         {part: description.storage.places[part] for part in description.parts},
         {part: TORCH_DTYPES[each] for part, each in dtypes.items()},
     )

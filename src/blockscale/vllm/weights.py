@@ -190,7 +190,7 @@ def _check_written(kind: Kind, part: str, pieces: Iterable[Tensor], layer: str) 
     """ValueError where one of the pieces of a parameter is what it was filled with."""
     if any(kind.is_unwritten(part, each) for each in pieces):
         raise ValueError(
-            f"{layer}: {kind.places[part].of('weight')} was not read from the checkpoint, or has "
-            "NaN in it; fetch the checkpoint again, or add what NVFP4 lacks by blockscale "
-            "convert-checkpoint IN OUT --to modelopt --repair"
+            f"{layer}: {kind.places[part].of('weight')} was not read from the checkpoint, all of "
+            "it, or has NaN in it; fetch the checkpoint again, or serve it without "
+            "quantization='blockscale'"
         )
