@@ -7,6 +7,7 @@ it does not.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -19,12 +20,21 @@ from vllm_loader import RIGHT, rewritten, shown, sqnr
 import torch  # isort: skip
 import torch.multiprocessing as mp  # isort: skip
 from torch import Tensor  # isort: skip
-from vllm.config import set_current_vllm_config  # isort: skip
+from transformers import GptOssConfig, GptOssForCausalLM, PretrainedConfig  # isort: skip
+from vllm.compilation.passes.utility.fix_functionalization import (  # isort: skip
+    FixFunctionalizationPass,
+)
+from vllm.config import CompilationMode, VllmConfig, set_current_vllm_config  # isort: skip
 from vllm.forward_context import set_forward_context  # isort: skip
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader  # isort: skip
 from vllm.plugins import load_general_plugins  # isort: skip
+from vllm.transformers_utils.config import (  # isort: skip
+    _read_safetensors_metadata_in_dir as read_headers,
+)
 
+import blockscale as bs
 from blockscale import checkpoint
+from blockscale.vllm.config import BlockscaleConfig
 
 SERVE = {"quantization": "blockscale"}
 
@@ -137,6 +147,110 @@ def cache(place: Path) -> dict[str, Any]:
     return {"check": "an FP8 cache has the checkpoint's scales", "right": right}
 
 
+# --- compiled by vLLM -----------------------------------------------------------------------------
+
+
+def _by_its_backend(config: VllmConfig) -> None:
+    """As on a GPU; its platform of CPUs knows a simpler mode only."""
+    config.compilation_config.mode = CompilationMode.VLLM_COMPILE
+    config.compilation_config.splitting_ops = config.compilation_config.compile_sizes = []
+
+
+def compiled_by_vllm(place: Path) -> dict[str, Any]:
+    """A model in one graph of vLLM's backend, of any number of tokens. bf16 is rounded less often
+    there, which moves codes of quantized activations: those of this model are not. (A first call of
+    one token gives nonsense here, of bf16 models too: vLLM's own first call has many.)"""
+    folder = place / "llama-compressed-tensors-mxfp8-True-"
+    found: list[list[Tensor]] = []
+    with (
+        patch.object(FixFunctionalizationPass, "__call__", lambda self, graph: None),  # of _C
+        patch.dict(os.environ, {"VLLM_CACHE_ROOT": str(place / "cache")}),
+    ):
+        for how in ({}, {"enforce_eager": False, "change": _by_its_backend}):
+            model, config = loader.load(folder, **SERVE, **how)
+            in_torch(model)
+            with (
+                torch.inference_mode(),
+                set_current_vllm_config(config),
+                set_forward_context(None, config),
+            ):
+                found.append([forward(model, tokens) for tokens in (8, 31, 1)])
+    db = min(sqnr(*pair) for pair in zip(*found, strict=True))
+    return {"check": "compiled by vLLM's backend", "logits_db": shown(db), "right": db > RIGHT}
+
+
+def in_torch(model: Any) -> None:
+    """Attention over one sequence, which vLLM has no kernel for here."""
+    for layer in model.modules():
+        if isinstance(layer, loader.Attention):
+            layer.forward = partial(loader._attend, layer)
+
+
+def forward(model: Any, tokens: int) -> Tensor:
+    ids = torch.arange(tokens) * 37 % loader.SIZES["vocab_size"]
+    return model.compute_logits(model(ids, torch.arange(tokens)))
+
+
+# --- gpt-oss, and names on a hub ------------------------------------------------------------------
+
+
+def gpt_oss(place: Path) -> dict[str, Any]:
+    """Its stacks, byte for byte, and experts' outputs beside those of transformers in fp32."""
+    sizes = {**loader.SIZES, "intermediate_size": 256, "num_local_experts": 4}
+    torch.manual_seed(0)
+    layers = ["sliding_attention", "full_attention"]
+    config = GptOssConfig(**sizes, num_experts_per_tok=2, layer_types=layers)
+    reference = GptOssForCausalLM(config).bfloat16()
+    for name, x in reference.named_parameters():
+        if "bias" in name:
+            x.data.normal_(0, 0.02)
+    plain, folder = place / "gpt-oss", place / "gpt-oss-mxfp4"
+    reference.save_pretrained(plain)
+    folder.mkdir()
+    tensors = loader.load_file(plain / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("up_proj", "down_proj"))]:
+        q = bs.quantize(tensors.pop(name).mT.contiguous(), "mxfp4")
+        tensors |= {
+            f"{name}_blocks": q.qdata.unflatten(-1, (-1, 16)).contiguous(),
+            f"{name}_scales": q.qscale,
+        }
+    loader.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    about = json.loads((plain / "config.json").read_text())
+    about["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (folder / "config.json").write_text(json.dumps(about))
+    model, _ = loader.load(folder, **SERVE)
+    state, found, equal = checkpoint.load_folder(folder), [], []
+    for i, layer in enumerate(model.model.layers):
+        experts = layer.mlp.experts.routed_experts
+        theirs = reference.model.layers[i].mlp.experts.float()
+        for name, held in (("gate_up_proj", experts.served.up), ("down_proj", experts.served.down)):
+            q = state[f"model.layers.{i}.mlp.experts.{name}"]
+            equal += [torch.equal(q.qdata, held.weight.qdata)]
+            equal += [torch.equal(q.qscale, held.weight.qscale)]
+            getattr(theirs, name).data = q.dequantize(torch.float32).mT.contiguous()
+        x = torch.randn(loader.TOKENS, sizes["hidden_size"]).bfloat16()
+        weights, ids = torch.rand(loader.TOKENS, 4).topk(2)
+        got = experts.quant_method.apply(experts, x, weights, ids.int(), None, None)
+        with torch.no_grad():
+            found.append(sqnr(theirs(x.float(), ids, weights), got))
+    right = all(equal) and min(found) > RIGHT
+    return {"check": "experts of gpt-oss", "outputs_db": shown(min(found)), "right": right}
+
+
+def on_a_hub(place: Path) -> dict[str, Any]:
+    """The same layers by the headers alone, as vLLM gets them of a name on a hub."""
+    folder = place / "qwen3_moe-compressed-tensors-nvfp4-False-"
+    about = json.loads((folder / "config.json").read_text())
+    configs = [BlockscaleConfig(about["quantization_config"]) for _ in range(2)]
+    configs[0].maybe_update_config(str(folder), PretrainedConfig(**about))
+    headers = read_headers(folder)
+    with patch(
+        "vllm.transformers_utils.config.get_safetensors_params_metadata", return_value=headers
+    ):
+        configs[1].maybe_update_config("a-name/on-a-hub", PretrainedConfig(**about))
+    return {"check": "a name on a hub", "right": configs[0].table == configs[1].table}
+
+
 # --- refusals -------------------------------------------------------------------------------------
 
 
@@ -240,7 +354,6 @@ def _on_rank(rank: int, size: int, place: Path, folders: list[str]) -> None:
 
 def logits(model: Any, config: Any) -> Tensor:
     """Of some tokens, in fp32."""
-    ids = torch.arange(loader.TOKENS) * 37 % loader.SIZES["vocab_size"]
     loader._in_fp32(model)
     with torch.no_grad(), set_current_vllm_config(config), set_forward_context(None, config):
-        return model.compute_logits(model(ids, torch.arange(len(ids))))
+        return forward(model, loader.TOKENS)

@@ -224,17 +224,24 @@ def _in_fp32(model: nn.Module) -> None:
 # --- vLLM -----------------------------------------------------------------------------------------
 
 
-def load(folder: Path, rank: int = 0, **arguments: Any) -> tuple[Any, VllmConfig]:
-    """The model as vLLM loads it, with more arguments of its command line."""
+def load(
+    folder: Path,
+    rank: int = 0,
+    change: Callable[[VllmConfig], None] | None = None,
+    **arguments: Any,
+) -> tuple[Any, VllmConfig]:
+    """The model as vLLM loads it, with more arguments of its command line; ``change`` its
+    configuration."""
     ranks = arguments.get("tensor_parallel_size", 1)
     config = EngineArgs(
         *(str(folder),),
         skip_tokenizer_init=True,
         max_model_len=SIZES["max_position_embeddings"],
-        enforce_eager=True,
         compilation_config={"custom_ops": ["none"]},  # its definitions in torch, not its CPU build
-        **{"dtype": "bfloat16", **arguments},
+        **{"dtype": "bfloat16", "enforce_eager": True, **arguments},
     ).create_engine_config()
+    if change is not None:
+        change(config)
     with set_current_vllm_config(config):
         store = f"file://{folder.parent}/store{ranks if ranks > 1 else ''}"
         init_distributed_environment(ranks, rank, store, rank, "gloo")

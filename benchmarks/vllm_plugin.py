@@ -263,7 +263,10 @@ def run(place: Path) -> Iterator[dict[str, Any]]:
     for format in ("nvfp4", "mxfp8"):
         yield {"format": format, **compiled(place / f"llama-modelopt-{format}-False-")}
     yield from limits.unusual(place, source, Served)
+    yield limits.compiled_by_vllm(place)
     yield limits.cache(place)
+    yield limits.gpt_oss(place)
+    yield limits.on_a_hub(place)
     yield from limits.refusals(place, source)
     yield from limits.ranks(place)
 

@@ -14,10 +14,8 @@ from vllm.model_executor.layers.quantization.base_config import (
 
 from ..checkpoint.conventions import Convention
 from ..checkpoint.files import Files
-from ..checkpoint.folders import read_config
-from ..checkpoint.header import Stored
+from ..checkpoint.header import METADATA, Stored
 from ..checkpoint.reading import convention_of, described_by, descriptions_of
-from ..checkpoint.storage import Description
 from ..nn.recipe import Recipe
 from . import METHOD
 from .schemes import activations_of, kv_cache_scheme_of, served_recipe
@@ -26,29 +24,12 @@ from .weights import Kind
 
 __all__ = ["BlockscaleConfig"]
 
-_Found = tuple[Mapping[str, Description], Mapping[str, Stored]]
-
-
-def _convention(quantization: dict[str, Any] | None) -> Convention:
-    """What a configuration names. ValueError where it is unknown, or nothing is quantized."""
-    try:
-        found = convention_of({"quantization_config": quantization}, "quantization")
-    except ValueError as error:
-        raise ValueError(f"{error}: serve it without quantization='blockscale'") from None
-    if found is None:
-        raise ValueError(
-            "quantization: 'blockscale' serves checkpoints that are quantized, and config.json has "
-            "no quantization_config; make one (blockscale quantize IN OUT --format nvfp4 "
-            "--convention modelopt), or serve it without quantization='blockscale'"
-        )
-    return found
-
 
 class BlockscaleConfig(QuantizationConfig):
     """What vLLM asks about a checkpoint that is served by blockscale's layers.
 
-    Which layers are quantized is read from the headers of its files when vLLM names it
-    (``maybe_update_config``); what becomes of activations is said by its config.json.
+    vLLM makes it of a ``quantization_config``, and names the checkpoint then
+    (``maybe_update_config``): the headers of its files say which layers are quantized.
 
     Attributes:
         kv_cache_scheme: of FP8 keys and values, which vLLM asks for by this name.
@@ -57,10 +38,8 @@ class BlockscaleConfig(QuantizationConfig):
     def __init__(self, quantization: dict[str, Any] | None = None) -> None:
         super().__init__()
         self.quantization = quantization
-        convention = _convention(quantization)
-        self.describes_itself = convention.describes_itself
-        self.activations = activations_of(quantization, convention)
-        self.kv_cache_scheme = kv_cache_scheme_of(quantization)
+        self.activations: Mapping[str, str] = {}
+        self.kv_cache_scheme = kv_cache_scheme_of(quantization or {})
         self.table: Table | None = None
 
     def get_name(self) -> str:
@@ -92,36 +71,18 @@ class BlockscaleConfig(QuantizationConfig):
     def maybe_update_config(
         self, model_name: str, hf_config: Any = None, revision: str | None = None
     ) -> None:
-        """Read which tensors are quantized. ValueError, with the remedy, for what is not known."""
+        """Read what is quantized, and how. ValueError, with the remedy, for what is not known."""
+        about = {} if hf_config is None else hf_config.to_dict()
+        about["quantization_config"] = _as_written(self.quantization)
+        convention = _convention(about)
+        self.activations = activations_of(self.quantization or {}, convention)
         if Path(model_name).is_dir():
-            found, tensors = self._in_a_folder(model_name)
+            with Files(model_name, "model") as files:
+                found, tensors = descriptions_of(files, about, "model"), files.tensors
         else:
-            found, tensors = self._on_a_hub(model_name, hf_config, revision)
+            tensors = _tensors_on_a_hub(model_name, convention, revision)
+            found = described_by(tensors, about, "model")
         self.table = Table.of(found, tensors)
-
-    def _in_a_folder(self, path: str) -> _Found:
-        with Files(path, "model") as files:
-            config = read_config(files, "model")
-            return descriptions_of(files, config, "model"), files.tensors
-
-    def _on_a_hub(self, name: str, hf_config: Any, revision: str | None) -> _Found:
-        from vllm.transformers_utils.config import get_safetensors_params_metadata
-
-        about = (
-            {}
-            if self.describes_itself
-            else get_safetensors_params_metadata(name, revision=revision)
-        )
-        if not about:
-            raise ValueError(
-                f"model: headers of {name} do not say what is quantized, or cannot be read from "
-                f"here; fetch it (hf download {name}) and serve the folder"
-            )
-        tensors = {
-            key: Stored(each["dtype"], tuple(each["shape"]), 0, 0) for key, each in about.items()
-        }
-        config = {**hf_config.to_dict(), "quantization_config": self.quantization}
-        return described_by(tensors, config, "model"), tensors
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         if self.table is not None:
@@ -160,3 +121,43 @@ class BlockscaleConfig(QuantizationConfig):
                 "quantized; serve a folder or a name on a hub, with its weights"
             )
         return method_of(layer, prefix, self, self.table)
+
+
+def _as_written(quantization: dict[str, Any] | None) -> dict[str, Any] | None:
+    """A ``quantization_config`` as checkpoints have it: vLLM has names of its own."""
+    if quantization and quantization.get("quant_method") == "gpt_oss_mxfp4":
+        return {**quantization, "quant_method": "mxfp4"}
+    return quantization
+
+
+def _convention(config: Mapping[str, Any]) -> Convention:
+    """What a configuration names. ValueError where it is unknown, or nothing is quantized."""
+    try:
+        found = convention_of(config, "quantization")
+    except ValueError as error:
+        raise ValueError(f"{error}: serve it without quantization='blockscale'") from None
+    if found is None:
+        raise ValueError(
+            "quantization: 'blockscale' serves checkpoints that are quantized, and config.json has "
+            "no quantization_config; make one (blockscale quantize IN OUT --format nvfp4 "
+            "--convention modelopt), or serve it without quantization='blockscale'"
+        )
+    return found
+
+
+def _tensors_on_a_hub(name: str, convention: Convention, revision: str | None) -> dict[str, Stored]:
+    """What the headers of its files have. ValueError where they do not tell what is quantized."""
+    from vllm.transformers_utils.config import get_safetensors_params_metadata
+
+    own = convention.describes_itself  # in a part of headers that vLLM does not return
+    about = {} if own else get_safetensors_params_metadata(name, revision=revision)
+    if not about:
+        raise ValueError(
+            f"model: headers of {name} do not say what is quantized, or cannot be read from here; "
+            f"fetch it (hf download {name}) and serve the folder"
+        )
+    return {
+        key: Stored(each["dtype"], tuple(each["shape"]), 0, 0)
+        for key, each in about.items()
+        if key != METADATA
+    }

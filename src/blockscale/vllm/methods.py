@@ -15,7 +15,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 
-from .experts import BlockscaleMoEMethod
+from .experts import BlockscaleMoEMethod, GptOssMoEMethod
 from .linear import BlockscaleLinearMethod
 from .table import Table
 
@@ -37,6 +37,8 @@ def method_of(
             _check_latent(prefix, table)
         return BaseKVCacheMethod(config)  # FP8 caches are vLLM's own
     if isinstance(layer, RoutedExperts):
+        if (kind := table.stacks(prefix)) is not None:
+            return GptOssMoEMethod(layer.moe_config, config, kind, prefix)
         if (kind := table.experts(prefix)) is None:
             return None
         return BlockscaleMoEMethod(layer.moe_config, config, kind, prefix)

@@ -131,6 +131,7 @@ _TOLD: Mapping[str, Callable[[Json], Iterator[_Pair]]] = {
     "compressed-tensors": _compressed_tensors,
     "blockscale": _own,
     "fine-grained": lambda quantization: iter([("mxfp8", "mxfp8")]),
+    "gpt-oss": lambda quantization: iter([("mxfp4", AS_THEY_ARE)]),
 }
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..gemm import gemm, grouped_gemm
 from ..nn.forms import quantize_forms
-from ..nn.gated import SWIGLU, exact
+from ..nn.gated import SWIGLU, GatedActivation, exact
 from ..nn.group_operands import Activated, Rows, Source
 from ..nn.layer_ops import recipe_of
 from ..nn.quantized import quantized_linear
@@ -91,15 +91,24 @@ def served_linear(
 class ServedExperts(torch.nn.Module):
     """Stacks (E, 2I, H), or two (E, I, H), and (E, H, I), and what tokens get of their experts.
 
-    >>> layer = ServedExperts(assemble_experts(kind, parameters, "mlp.experts"), recipe)
+    >>> layer = ServedExperts(assemble_experts(kind, up, down, "mlp.experts"), recipe)
     >>> y = layer(x, topk_weights, topk_ids)
 
-    NVFP4 activations are quantized with the largest of the experts' global scales.
+    With biases (E, 2I) and (E, H) where they are given. NVFP4 activations are quantized with the
+    largest of the experts' global scales, and have no biases.
     """
 
-    def __init__(self, experts: Experts, recipe: Recipe) -> None:
+    def __init__(
+        self,
+        experts: Experts,
+        recipe: Recipe,
+        activation: GatedActivation = SWIGLU,
+        up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+    ) -> None:
         super().__init__()
-        self.recipe = recipe
+        self.recipe, self.activation = recipe, activation
+        self.up_bias, self.down_bias = number(up_bias), number(down_bias)
         self.up, self.down = Stored(experts.up), Stored(experts.down)
         self.gate = None if experts.gate is None else Stored(experts.gate)
         static = _is_static(recipe)
@@ -111,12 +120,18 @@ class ServedExperts(torch.nn.Module):
         up, down = self.up.weight, self.down.weight
         gate = None if self.gate is None else self.gate.weight
         if self.up_input_scale is None or not x.numel():
-            stacks = {"up": up, "down": down, "gate": gate}
-            return quantized_experts(x, topk_weights, routing, recipe=self.recipe, **stacks)  # type: ignore[arg-type]
+            return quantized_experts(
+                *(x, topk_weights, routing, up, down),
+                recipe=self.recipe,
+                gate=gate,
+                activation=self.activation,
+                up_bias=self.up_bias,
+                down_bias=self.down_bias,
+            )
         rows = Rows(x, routing.tokens.contiguous())
         first = [up] if gate is None else [gate, up]
         h = self._product(rows, first, routing, self.up_input_scale, x.dtype)
-        a = Activated(exact(SWIGLU), h)
+        a = Activated(exact(self.activation), h)
         y = self._product(a, [down], routing, self.down_input_scale, x.dtype)
         return combine(y, routing.slots, topk_weights, x.dtype)
 

@@ -69,7 +69,7 @@ class Table:
         return self._common(prefix, members)
 
     def experts(self, prefix: str) -> Kind | None:
-        """The same of the experts of a layer, each of which has a number in front of its names."""
+        """The same of experts, each of which has a number in front of its names."""
         start = f"{prefix}."
         inside = [name for name in self.names if name.startswith(start)]
         stacks = [name for name in self.kinds if name.startswith((start, f"{prefix}_"))]
@@ -80,10 +80,20 @@ class Table:
         )
         if not members and stacks:
             raise ValueError(
-                f"{prefix}: {show(stacks[0])} is a stack of experts; blockscale serves experts "
-                "that have names of their own. Serve it without quantization='blockscale'"
+                f"{prefix}: {show(stacks[0])} is a stack of experts, and blockscale serves those "
+                "of gpt-oss only, beside experts that have names of their own. Serve it without "
+                "quantization='blockscale'"
             )
         return None if inside and not members else self._common(prefix, members)
+
+    def stacks(self, prefix: str) -> Kind | None:
+        """The same of experts in stacks as gpt-oss has them; None if there are none."""
+        members = [
+            name
+            for name, kind in self.kinds.items()
+            if name.startswith(f"{prefix}.") and kind.places["data"].name.endswith("_blocks")
+        ]
+        return self._common(prefix, members) if members else None
 
     def check_claimed(self) -> None:
         """ValueError for a quantized weight beside others that have layers, itself without one.
