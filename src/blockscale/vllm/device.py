@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from ..kernels.common.gpu import Unsupported
+from ..kernels.common.runtime import gpu_of
 from ..nn.recipe import Recipe
 from ..ops.gemm_kernels import products_on
 
@@ -12,7 +14,7 @@ __all__ = ["check_device"]
 
 def check_device(device: torch.device, recipe: Recipe, layer: str, *, groups: bool = False) -> None:
     """ValueError where a GPU has no kernel for a layer's products, or those of its experts."""
-    if device.type == "cpu":
+    if device.type == "cpu" and gpu_of(device) is None:
         return
     weights = recipe.format_of("weights").name
     activations = None if recipe.weight_only else recipe.format_of("activations").name
@@ -20,13 +22,13 @@ def check_device(device: torch.device, recipe: Recipe, layer: str, *, groups: bo
     if isinstance(found, str):
         why = found
     else:
-        pairs = (found.of_groups("m") if groups else found).pairs
-        if (activations, weights) in pairs:
-            return
-        why = (
-            f"no kernel multiplies {'groups of ' * groups}{activations or 'bf16'} by {weights} on "
-            f"{found.gpu}"
-        )
+        try:
+            if (activations, weights) in (found.of_groups("m") if groups else found).pairs:
+                return
+            which = f"{'groups of ' * groups}{activations or 'bf16'} by {weights}"
+            why = f"no kernel multiplies {which} on {found.gpu}"
+        except Unsupported as none:
+            why = str(none)
     raise ValueError(
         f"{layer}: {_name(device)} does not run blockscale's layers: {why}. Hopper (compute "
         "capability 9.0) does; here serve the model without quantization='blockscale', by vLLM's "
