@@ -175,6 +175,10 @@ def test_opcheck_grouped(backend):
     plain = matrix(60, 128).bfloat16().requires_grad_()
     args = (*side(plain), *side(b, **COMPACT), i32(20, 0, 7), "masked", None, torch.bfloat16)
     torch.library.opcheck(OPS.grouped_gemm.default, args)
+    for q in (b, bs.quantize(matrix(3, 32, 128, seed=1))):
+        stored = as_bytes(q.qdata), q.qscale, None, "mxfp8", list(q.shape), q.axis
+        args = (matrix(64, q.shape[1]), *stored, ends, torch.float32)
+        torch.library.opcheck(OPS.grouped_values.default, args)
     for k_major in (False, True):
         given = {"axis": -2, "offsets": ends, "k_major": k_major}
         a, b = (bs.quantize(matrix(64, 32, seed=s), **given) for s in (0, 1))
@@ -210,7 +214,7 @@ def test_opcheck_route(backend):
 def test_every_op_is_checked_here():
     names = [name for name in torch._C._dispatch_get_all_op_names() if name[:12] == "blockscale::"]
     here = ["combine", "dequantize", "gemm", "gemm_out", "global_scale", "grouped_gemm", "quantize"]
-    here += ["grouped_gemm_out", "quantize_both", "route"]
+    here += ["grouped_gemm_out", "grouped_values", "quantize_both", "route"]
     in_test_fused = ["norm", "norm_backward", "norm_quantize"]
     in_test_fused += ["swiglu", "swiglu_backward", "swiglu_quantize"]
     in_test_nn_layer_ops = ["linear", "linear_fprop", "linear_backward"]

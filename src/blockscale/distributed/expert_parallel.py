@@ -8,6 +8,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from ..nn.class_change import become
+from ..nn.holds import HoldsQuantized
 from ..nn.moe import GatedExperts, MoE
 from .dtensor_parameters import check_mesh, distribute_parameter
 from .parallel_experts import ParallelExperts
@@ -65,6 +66,11 @@ def _check(module: nn.Module, mesh: DeviceMesh) -> None:
         raise TypeError(
             f"module: got {type(module).__name__}; ExpertParallel takes the experts of a "
             f"blockscale.nn.MoE: {remedy}"
+        )
+    if isinstance(module, HoldsQuantized):
+        raise TypeError(
+            "module: its experts are held quantized, for inference; apply ExpertParallel to a "
+            "model with high-precision weights, or share quantized experts by MegaMoE"
         )
     check_mesh(mesh, "ep")
     count = module.gate_up_proj.shape[0]

@@ -138,6 +138,11 @@ def check_experts(
     """Raise unless these are operands of ``experts``, which so many ``ranks`` share evenly."""
     check_recipe_of_groups(recipe)
     for name, each in _stacks(held).items():
+        if isinstance(each, ScaledTensor):
+            raise TypeError(
+                f"{name}: is a ScaledTensor; call blockscale.nn.quantized_experts (of a model: "
+                "blockscale.quantize_), or pass the high-precision stack"
+            )
         check_plain(name, each, recipe)
         _check_rows(name, each, recipe)
     if held.gate is not None and held.gate.dtype != held.up.dtype:

@@ -15,6 +15,7 @@ from .backends import fall_back, no_cpu_kernels, on_cpu
 from .dequantize import fp32_of
 from .gemm import check_out, mark_written
 from .gemm_operands import Side, scale_matrix
+from .grouped_values import by_values, grouped_values
 from .operation import operation
 
 __all__ = ["grouped_gemm", "grouped_gemm_out"]
@@ -46,10 +47,10 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Of a plain ``a``, and of c: quantized operands have no gradient."""
     gradients: list[Tensor | None] = [None] * 17
     if ctx.needs_input_grad[_A_DATA]:
-        *parts, offsets = ctx.saved_tensors
-        b = _values(Side(*parts, *ctx.b), -2, None)
-        how = {"masked": ctx.masked, "out_dtype": torch.bfloat16}
-        gradients[_A_DATA] = reference.grouped_gemm(grad, b.mT, offsets, **how)
+        data, scale, scalar, offsets = ctx.saved_tensors
+        name, _, (*lead, rows, columns) = ctx.b
+        b = data.mT, scale.mT, scalar, name, [*lead, columns, rows], -1
+        gradients[_A_DATA] = grouped_values(grad, *b, offsets, torch.bfloat16, ctx.masked)
     gradients[_C] = None if ctx.c is None else grad.to(ctx.c)
     return tuple(gradients)
 
@@ -142,28 +143,27 @@ def _product(
                 return product if out is None else out.copy_(product)
         except Unsupported as why:
             fall_back("grouped_gemm", a.data, backend, str(why))
-    product = reference.grouped_gemm(
-        _values(a, -1, groups),
-        _values(b, -2, groups),
-        offsets,
-        masked=masked,
-        out_dtype=out_dtype,
-        c=out if accumulate else None,
-    )
+    rows = _values(a, -1, groups)
+    if k_grouped:
+        columns, c = _values(b, -2, groups), out if accumulate else None
+        product = reference.grouped_gemm(rows, columns, offsets, out_dtype=out_dtype, c=c)
+    else:
+        bounds = reference.bounds(offsets, a.shape[0], masked)
+        product = by_values(rows, b, -2, bounds, out_dtype)
     return product if out is None else out.copy_(product)
 
 
-def _values(side: Side, axis: int, groups: Groups | None) -> Tensor:
+def _values(side: Side, axis: int, groups: Groups) -> Tensor:
     """What an operand stands for; blocks start anew in ``groups`` along K, if there are any."""
     if side.format is None:
         return side.data
     scale = _compact(side, axis, groups)
     assert scale is not None
-    cuts = groups.offsets if groups is not None and groups.grouping == "k" else None
+    cuts = groups.offsets if groups.grouping == "k" else None
     return fp32_of(side, side.data, scale, list(side.shape), axis, cuts)
 
 
-def _compact(side: Side, axis: int, groups: Groups | None) -> Tensor | None:
+def _compact(side: Side, axis: int, groups: Groups) -> Tensor | None:
     """Scales of an operand, if it has any."""
     if side.layout == "compact":
         return side.scale
