@@ -15,8 +15,12 @@ A product that falls back to plain torch is an error. Not run so far.
 
     python benchmarks/vllm_layers_h200.py [--device cuda]    writes results/vllm_layers_h200.json
 
-What has to be there beside blockscale, torch and transformers: the .py files of vllm 0.33.0 (its
-wheel with all else left out, 12 MB as a zip), and the packages that they import.
+What has to be there beside blockscale, torch 2.11 or newer and transformers: the .py files of vllm
+0.33.0 with its dist-info (its wheel with all else left out, 13 MB as a zip), and these packages,
+without what they depend on: annotated-types cachetools cbor2 cffi pycparser compressed-tensors
+fastapi llguidance loguru msgspec openai openai-harmony opentelemetry-api partial-json-parser
+pybase64 pydantic pydantic-core pydantic-extra-types python-multipart pyzmq sniffio starlette
+typing-inspection xgrammar (15 MB of wheels). It has run so on a CPU, with torch 2.11+cu130.
 """
 
 from __future__ import annotations
