@@ -224,20 +224,29 @@ def _in_fp32(model: nn.Module) -> None:
 # --- vLLM -----------------------------------------------------------------------------------------
 
 
-def load(folder: Path) -> tuple[Any, VllmConfig]:
-    """The model as vLLM loads it."""
+def load(
+    folder: Path,
+    rank: int = 0,
+    change: Callable[[VllmConfig], None] | None = None,
+    **arguments: Any,
+) -> tuple[Any, VllmConfig]:
+    """The model as vLLM loads it, with more arguments of its command line; ``change`` its
+    configuration."""
+    ranks = arguments.get("tensor_parallel_size", 1)
     config = EngineArgs(
         *(str(folder),),
         skip_tokenizer_init=True,
-        dtype="bfloat16",
         max_model_len=SIZES["max_position_embeddings"],
-        enforce_eager=True,
         compilation_config={"custom_ops": ["none"]},  # its definitions in torch, not its CPU build
+        **{"dtype": "bfloat16", "enforce_eager": True, **arguments},
     ).create_engine_config()
+    if change is not None:
+        change(config)
     with set_current_vllm_config(config):
-        init_distributed_environment(1, 0, f"file://{folder.parent}/store", 0, "gloo")
+        store = f"file://{folder.parent}/store{ranks if ranks > 1 else ''}"
+        init_distributed_environment(ranks, rank, store, rank, "gloo")
         destroy_model_parallel()  # of the case before: a mixture has other groups
-        ensure_model_parallel_initialized(1, 1)
+        ensure_model_parallel_initialized(ranks, 1)
         torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty gives NaN
         try:
             return get_model(vllm_config=config), config
@@ -301,8 +310,9 @@ def shown(db: float) -> float | str:
 
 def members(model: Any, name: str) -> list[str]:
     """Weights that vLLM made this layer of."""
-    parent, _, last = name.rpartition(".")
-    return [f"{parent}.{each}.weight" for each in model.packed_modules_mapping.get(last, [last])]
+    parent, dot, last = name.rpartition(".")
+    each = model.packed_modules_mapping.get(last, [last])
+    return [f"{parent}{dot}{member}.weight" for member in each]
 
 
 def pairs(model: Any, state: dict[str, Any]) -> Iterator[tuple[list[str], Tensor]]:
@@ -337,6 +347,11 @@ class Case:
     weight_only: bool = False
     note: str = ""
 
+    @property
+    def activations(self) -> str | None:
+        """As ``quantize_folder`` takes them."""
+        return "bfloat16" if self.weight_only else None
+
     def inputs(self, state: dict[str, Any], weight: str, x: Tensor) -> Tensor:
         """Of the layer of a weight."""
         if self.weight_only:
@@ -344,11 +359,15 @@ class Case:
         scale = state.get(f"{weight.removesuffix('weight')}input_scale", torch.tensor(1.0))
         return quantized_inputs(self.format, x, scale.item())
 
+    def load(self, folder: Path) -> tuple[Any, VllmConfig]:
+        """By vLLM's layers."""
+        return load(folder)
+
     def run(self, folder: Path, source: Path) -> dict[str, Any]:
         """Everything compared; of what vLLM refuses, the error."""
         said = {key: value for key, value in vars(self).items() if value}
         try:
-            model, config = load(folder)
+            model, config = self.load(folder)
         except Exception as error:
             lines = f"{type(error).__name__}: {error}".split("\n")
             return {**said, "loaded": False, "error": " ".join(lines[:3]).strip()}
@@ -504,7 +523,7 @@ def run(place: Path) -> Iterator[dict[str, Any]]:
         folder = place / "-".join(map(str, vars(case).values()))
         of = source[case.model]
         checkpoint.quantize_folder(
-            *(of, folder, case.format, case.convention), weight_only=case.weight_only
+            *(of, folder, case.format, case.convention), activations=case.activations
         )
         out = case.run(folder, of)
         if out["loaded"]:

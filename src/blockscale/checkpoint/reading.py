@@ -14,7 +14,7 @@ from .header import Stored, show
 from .ours import read_descriptions
 from .storage import Description, Storage, part_names
 
-__all__ = ["convention_of", "described_in_headers", "descriptions_of"]
+__all__ = ["convention_of", "described_by", "described_in_headers", "descriptions_of"]
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 #: Names of what belongs to a quantized weight in some convention.
@@ -78,22 +78,53 @@ def descriptions_of(
                 "it describes a tensor, so another program wrote it anew; fetch it again"
             )
         return found
-    _check_not_transformed(files.tensors, config["quantization_config"], argument)
-    claimed = part_names(found)
-    dtype, everywhere = _dtype(config), _Everywhere(files)
+    everywhere = _Everywhere(files)
+    found, claimed = _by_convention(files.tensors, everywhere, found, config, convention, argument)
+    if not files.is_folder and _unclaimed(files.tensors, claimed):
+        storages = *convention.storages.values(), *convention.also_read
+        claimed |= _claimed_elsewhere(files, everywhere, storages, _dtype(config))
+    _check_all_claimed(files.tensors, claimed, convention, argument)
+    return found
+
+
+def described_by(
+    tensors: Mapping[str, Stored], config: Mapping[str, Any], argument: str
+) -> dict[str, Description]:
+    """The same of all tensors of a checkpoint, whose headers describe none: as of other programs.
+
+    Raises ValueError as :func:`descriptions_of`.
+    """
+    convention = convention_of(config, argument)
+    if convention is None:
+        return {}
+    found, claimed = _by_convention(tensors, tensors, {}, config, convention, argument)
+    _check_all_claimed(tensors, claimed, convention, argument)
+    return found
+
+
+def _by_convention(
+    tensors: Mapping[str, Stored],
+    everywhere: Mapping[str, Stored],
+    found: Mapping[str, Description],
+    config: Mapping[str, Any],
+    convention: Convention,
+    argument: str,
+) -> tuple[dict[str, Description], set[str]]:
+    """``found`` and what ``tensors`` are by convention, with parts from everywhere; names of all
+    their parts."""
+    quantization = config["quantization_config"]
+    _check_not_transformed(tensors, quantization, argument)
+    found, claimed, dtype = dict(found), part_names(found), _dtype(config)
     storages = *convention.storages.values(), *convention.also_read
-    for stored in files.tensors:
+    for stored in tensors:
         for storage in storages if stored not in claimed else ():
             match = _match(storage, stored, everywhere, dtype)
             if match is not None:
                 name, description = match
                 found[name] = description
                 claimed.update(description.names(name).values())
-    _check_blocks(found, config["quantization_config"], argument)
-    if not files.is_folder and _unclaimed(files.tensors, claimed):
-        claimed |= _claimed_elsewhere(files, everywhere, storages, dtype)
-    _check_all_claimed(files.tensors, claimed, convention, argument)
-    return found
+    _check_blocks(found, quantization, argument)
+    return found, claimed
 
 
 def _unclaimed(tensors: Mapping[str, Stored], claimed: set[str]) -> str | None:

@@ -1,0 +1,151 @@
+"""Layers of vLLM as modules that multiply by quantized weights, and the op of a linear one.
+
+The op takes tensors that torch knows, and names: vLLM's compiler records it as one node, alike for
+layers of one shape, and its caches hold nothing of ours. Experts are inside of an op of vLLM's own.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..gemm import gemm, grouped_gemm
+from ..nn.forms import quantize_forms
+from ..nn.gated import SWIGLU, GatedActivation, exact
+from ..nn.group_operands import Activated, Rows, Source
+from ..nn.layer_ops import recipe_of
+from ..nn.quantized import quantized_linear
+from ..nn.quantized_experts import quantized_experts
+from ..nn.recipe import Recipe
+from ..ops.operand_layout import operand_layout
+from ..ops.operation import operation
+from ..routing import Routing, combine, route
+from ..tensor import ScaledTensor
+from .stored import Stored, number, of_parts
+from .weights import Experts, Weight
+
+__all__ = ["ServedExperts", "ServedLinear"]
+
+
+def _is_static(recipe: Recipe) -> bool:
+    """Whether activations have a global scale, which is then the checkpoint's."""
+    return not recipe.weight_only and recipe.format_of("activations").has_global_scale
+
+
+# --- linear layers --------------------------------------------------------------------------------
+
+
+class ServedLinear(Stored):
+    """A weight (N, K) that stays as it is, and ``x @ weight.T + bias``.
+
+    >>> layer = ServedLinear(Weight(bs.quantize(torch.randn(256, 512), "mxfp8"), None), recipe)
+
+    NVFP4 activations are quantized with the checkpoint's global scale, others as they come.
+    """
+
+    def __init__(self, weight: Weight, recipe: Recipe) -> None:
+        super().__init__(weight.q)
+        self.recipe = recipe
+        self.input_scale = number(weight.input_scale if _is_static(recipe) else None)
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        stored = self.codes, self.scales, self.global_scale, self.input_scale
+        how = self.format_name, self.layout_name, self.shape, self.recipe.text
+        return served_linear(x, *stored, bias, *how)
+
+
+def _fake(x: Tensor, shape: list[int]) -> Tensor:
+    return x.new_empty([*x.shape[:-1], shape[0]])
+
+
+@operation(_fake)
+def served_linear(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    global_scale: Tensor | None,
+    input_scale: Tensor | None,
+    bias: Tensor | None,
+    format: str,
+    layout: str,
+    shape: list[int],
+    recipe: str,
+) -> Tensor:
+    """``x @ weight.T + bias`` by a weight as its parts, quantized as the text of a recipe says."""
+    weight = of_parts(codes, scales, global_scale, format, layout, shape)
+    how = recipe_of(recipe)
+    if input_scale is None:
+        return quantized_linear(x, weight, bias, recipe=how)
+    rows = x.reshape(-1, shape[1]).contiguous()
+    if not rows.shape[0]:
+        return x.new_empty(*x.shape[:-1], shape[0])
+    operand = how.operand("activations")
+    q = quantize_forms(rows, operand, rows=True, global_scale=input_scale).rows
+    assert q is not None
+    return gemm(q, weight.mT, x.dtype, bias=bias).view(*x.shape[:-1], shape[0])
+
+
+# --- experts --------------------------------------------------------------------------------------
+
+
+class ServedExperts(torch.nn.Module):
+    """Stacks (E, 2I, H), or two (E, I, H), and (E, H, I), and what tokens get of their experts.
+
+    >>> layer = ServedExperts(assemble_experts(kind, up, down, "mlp.experts"), recipe)
+    >>> y = layer(x, topk_weights, topk_ids)
+
+    With biases (E, 2I) and (E, H) where they are given. NVFP4 activations are quantized with the
+    largest of the experts' global scales, and have no biases.
+    """
+
+    def __init__(
+        self,
+        experts: Experts,
+        recipe: Recipe,
+        activation: GatedActivation = SWIGLU,
+        up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        self.recipe, self.activation = recipe, activation
+        self.up_bias, self.down_bias = number(up_bias), number(down_bias)
+        self.up, self.down = Stored(experts.up), Stored(experts.down)
+        self.gate = None if experts.gate is None else Stored(experts.gate)
+        static = _is_static(recipe)
+        self.up_input_scale = number(experts.up_input_scale if static else None)
+        self.down_input_scale = number(experts.down_input_scale if static else None)
+
+    def forward(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
+        routing = route(topk_ids, self.up.shape[0])
+        up, down = self.up.weight, self.down.weight
+        gate = None if self.gate is None else self.gate.weight
+        if self.up_input_scale is None or not x.numel():
+            return quantized_experts(
+                *(x, topk_weights, routing, up, down),
+                recipe=self.recipe,
+                gate=gate,
+                activation=self.activation,
+                up_bias=self.up_bias,
+                down_bias=self.down_bias,
+            )
+        rows = Rows(x, routing.tokens.contiguous())
+        first = [up] if gate is None else [gate, up]
+        h = self._product(rows, first, routing, self.up_input_scale, x.dtype)
+        a = Activated(exact(self.activation), h)
+        y = self._product(a, [down], routing, self.down_input_scale, x.dtype)
+        return combine(y, routing.slots, topk_weights, x.dtype)
+
+    def _product(
+        self,
+        source: Source,
+        stacks: list[ScaledTensor],
+        routing: Routing,
+        input_scale: Tensor | None,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        format = self.recipe.format_of("activations").name
+        layout = operand_layout(format, source.device).layout
+        how = {"layout": layout, "pad": True, "offsets": routing.offsets}
+        (q,), _ = source.quantize((-1,), format, global_scale=input_scale, **how)
+        made = [grouped_gemm(q, each.mT, routing.offsets, dtype) for each in stacks]
+        return made[0] if len(made) == 1 else torch.cat(made, 1)
