@@ -240,3 +240,15 @@ def test_gpt_oss(plain, tmp_path):
     read = checkpoint.load_folder(folder)
     assert saved.keys() == read.keys()
     assert torch.equal(logits(load(tmp_path / "out")), logits(model))
+
+
+def test_activations_of_other_bits(plain, tmp_path):
+    """MXFP8 activations by MXFP4 weights, as compressed-tensors may say."""
+    folder = quantized(plain("llama"), tmp_path / "in", "mxfp4", "compressed-tensors", False)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    group = config["quantization_config"]["config_groups"]["group_0"]
+    group["input_activations"]["num_bits"] = 8
+    path.write_text(json.dumps(config))
+    recipe = bs.Recipe("mxfp4", activations="mxfp8")
+    assert load(folder).model.layers[0].mlp.up_proj.recipe == recipe

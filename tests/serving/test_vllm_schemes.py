@@ -94,7 +94,8 @@ def in_two_ways() -> dict[str, Any]:
         ("compressed-tensors", changed("output_activations", num_bits=8), "output_activations"),
         ("compressed-tensors", in_two_ways(), "one scheme for a format"),
         ("blockscale", {"formats": ["fp8_128x128"]}, "are in fp8_128x128"),
-        ("deepseek", {"quant_method": "fp8"}, "DeepSeek's FP8 blocks has fp8_128x128"),
+        ("deepseek", {"quant_method": "fp8"}, "weight_block_size is None"),
+        ("deepseek", {"weight_block_size": [128, 128]}, "in fp8_128x128, as DeepSeek's FP8 blo"),
     ],
 )
 def test_what_is_not_served_is_said(convention, quantization, words):

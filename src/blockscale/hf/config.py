@@ -8,6 +8,7 @@ from typing import Any
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..checkpoint.conventions import CONVENTIONS
+from ..checkpoint.conventions.convention import activations_of
 from ..checkpoint.reading import convention_of
 from ..checks import choose
 from ..nn.recipe import Recipe, check_recipe
@@ -69,7 +70,12 @@ def is_ours(quantization: Mapping[str, Any]) -> bool:
     """Whether blockscale reads weights of such a ``quantization_config``."""
     method = quantization.get("quant_method")
     known = next((each for each in CONVENTIONS.values() if method in each.methods), None)
-    return known is not None and known.has_formats(quantization)
+    if known is None:
+        return False
+    try:
+        return activations_of(quantization, known).keys() <= known.storages.keys()
+    except ValueError:
+        return False
 
 
 def convention_to_write(config: BlockscaleConfig, model_type: str | None) -> str:

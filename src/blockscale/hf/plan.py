@@ -73,17 +73,20 @@ def module_of(parameter: str) -> str:
     return parameter.rpartition(".")[0]
 
 
-def recipes_of(plan: Plan, weight_only: bool, given: Recipe | None) -> dict[str, Recipe]:
+def recipes_of(
+    plan: Plan, activations: Mapping[str, str], given: Recipe | None
+) -> dict[str, Recipe]:
     """Recipe of each module that holds quantized parameters.
 
-    ``weight_only``: the folder says that activations are not quantized; ``given``: by the user.
+    ``activations``: format of weights -> that of activations, as the folder says; ``given``: by the
+    user.
     Raises ValueError where a module has several formats, or others than the recipe that is given.
     """
     found: dict[str, Recipe] = {}
     for parameter, sources in plan.items():
         module = module_of(parameter)
         for name, description in (each for some in sources.values() for each in some):
-            recipe = _stored_recipe(description, weight_only)
+            recipe = _stored_recipe(name, description, activations)
             if given is not None:
                 recipe = _given_recipe(given, module, name, recipe)
             if found.setdefault(module, recipe) != recipe:
@@ -95,13 +98,17 @@ def recipes_of(plan: Plan, weight_only: bool, given: Recipe | None) -> dict[str,
     return found
 
 
-def _stored_recipe(description: Description, weight_only: bool) -> Recipe:
+def _stored_recipe(name: str, description: Description, activations: Mapping[str, str]) -> Recipe:
     format = description.format.name
-    return Recipe(
-        FP8_BLOCK if format == "fp8_128x128" else format,
-        activations="bfloat16" if weight_only else None,
-        scale_rounding=None if weight_only else description.storage.scale_rounding,
-    )
+    if format not in activations:
+        raise ValueError(
+            f"pretrained_model_name_or_path: {name} is in {format}, and config.json speaks of "
+            f"{', '.join(activations)}; fetch the folder again"
+        )
+    of_input = activations[format]
+    if (of_input, format) == ("fp8_1x128", "fp8_128x128"):
+        return Recipe(FP8_BLOCK, scale_rounding=description.storage.scale_rounding)
+    return Recipe(format, activations=None if of_input == format else of_input)
 
 
 def _given_recipe(given: Recipe, module: str, name: str, stored: Recipe) -> Recipe:

@@ -13,6 +13,7 @@ from transformers.core_model_loading import WeightConverter
 from transformers.quantizers.base import HfQuantizer
 
 from ..checkpoint.conventions import CONVENTIONS
+from ..checkpoint.conventions.convention import activations_of
 from ..checkpoint.files import Files
 from ..checkpoint.reading import convention_of, descriptions_of
 from ..checkpoint.storage import Description
@@ -50,7 +51,8 @@ class BlockscaleQuantizer(HfQuantizer):
         self.descriptions: dict[str, Description] = {}
         self.on_the_way: Quantize | None = None
         #: What the folder's convention says.
-        self.weight_only = self.transposed_stacks = False
+        self.activations: dict[str, str] = {}
+        self.transposed_stacks = False
         #: Of files, by the names of weights there, for saving.
         self.input_scales: dict[str, float] = {}
         #: The model's own, for saving.
@@ -94,13 +96,10 @@ class BlockscaleQuantizer(HfQuantizer):
         told = {**model.config.to_dict(), "quantization_config": config.stored}
         convention = convention_of(told, FOLDER)
         assert convention is not None
-        if not convention.has_formats(config.stored):
-            raise ValueError(
-                f"{FOLDER}: its config.json names a quantization of {convention.title} that "
-                f"blockscale does not read ({config.stored.get('quant_algo')!r:.40}); it reads "
-                f"{', '.join(convention.storages)}: load the model in high precision"
-            )
-        self.weight_only = convention.is_weight_only(config.stored)
+        try:
+            self.activations = activations_of(config.stored, convention)
+        except ValueError as error:
+            raise ValueError(f"{FOLDER}: {error}; load the model in high precision") from None
         self.transposed_stacks = convention.transposed_stacks
         self.descriptions = descriptions_of(files, told, FOLDER)
 
@@ -116,7 +115,7 @@ class BlockscaleQuantizer(HfQuantizer):
             self._quantize_on_the_way(model)
             return self.conversions
         plan = plan_of(model, self.descriptions, weight_conversions)
-        quantize_layers(model, recipes_of(plan, self.weight_only, self.quantization_config.recipe))
+        quantize_layers(model, recipes_of(plan, self.activations, self.quantization_config.recipe))
         assemble = Assemble(plan, self.input_scales, self.transposed_stacks)
         stored: dict[str, set[str]] = {}
         for parts in plan.values():

@@ -7,12 +7,13 @@ formats need ``scale_dtype``, and scales of U8.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from ...formats import formats
 from ..storage import ONE, Place, Storage
 from .caveats import compressed_experts
-from .convention import Convention, Json, Scheme, model_config
+from .convention import AS_THEY_ARE, Convention, Json, Pair, Scheme, model_config
 
 __all__ = ["COMPRESSED_TENSORS"]
 
@@ -111,21 +112,38 @@ def _is_weight_only(quantization: Json) -> bool:
     )
 
 
-def _has_formats(quantization: Json) -> bool:
-    """Of each group; "float-quantized" is FP8 with scales of rows and of tensors, too."""
+#: Bits of an element and size of a block -> format.
+_FLOATS: dict[tuple[Any, ...], str] = {
+    (4, 16): "nvfp4",
+    (4, 32): "mxfp4",
+    (8, 32): "mxfp8",
+    (8, 128): "fp8_1x128",
+}
+_BLOCKS: dict[tuple[Any, ...], str] = {(8, (128, 128)): "fp8_128x128"}
+
+
+def _activations(quantization: Json) -> Iterator[Pair]:
     groups = quantization.get("config_groups")
-    if not isinstance(groups, dict) or not groups:
-        return False
-    whole = quantization.get("format")
-    known = {name: weights for name, weights, _ in _SCHEMES.values()}
-    for group in groups.values():
-        weights = group.get("weights") if isinstance(group, dict) else None
-        name = group.get("format") or whole if isinstance(group, dict) else None
-        if not isinstance(weights, dict) or name not in known:
-            return False
-        if weights.get("strategy") != known[name]["strategy"]:
-            return False
-    return True
+    for name, group in (groups if isinstance(groups, dict) else {}).items():
+        weights = _float("weights", name, group.get("weights") or {})
+        given = group.get("input_activations")
+        if group.get("output_activations"):
+            raise ValueError(
+                f"quantization: {name} has output_activations, which are not quantized here"
+            )
+        yield weights, AS_THEY_ARE if given is None else _float("input_activations", name, given)
+
+
+def _float(what: str, group: str, given: Json) -> str:
+    bits, size, block = (given.get(k) for k in ("num_bits", "group_size", "block_structure"))
+    found = _FLOATS.get((bits, size))
+    if isinstance(block, list) and size is None:
+        found = _BLOCKS.get((bits, tuple(block)))
+    if given.get("type") != "float" or found is None or given.get("symmetric") is False:
+        said = {key: given.get(key) for key in ("type", "num_bits", "strategy", "group_size")}
+        known = ", ".join(f"{bits} bits in blocks of {size}" for bits, size in (*_FLOATS, *_BLOCKS))
+        raise ValueError(f"quantization: {what} of {group} are {said}; known are floats of {known}")
+    return found
 
 
 COMPRESSED_TENSORS = Convention(
@@ -135,8 +153,8 @@ COMPRESSED_TENSORS = Convention(
     storages={storage.format.name: storage for storage in _STORAGES},
     methods=("compressed-tensors",),
     configure=_configure,
+    activations=_activations,
     is_weight_only=_is_weight_only,
-    has_formats=_has_formats,
     fuses=True,
     weight_only=("nvfp4", "mxfp4", "mxfp8"),
     caveats=compressed_experts,

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ..storage import Storage
 from .caveats import Made, no_caveats
 
-__all__ = ["CONFIG", "Convention", "Scheme", "model_config"]
+__all__ = [
+    "AS_THEY_ARE",
+    "CONFIG",
+    "Convention",
+    "Pair",
+    "Scheme",
+    "activations_of",
+    "model_config",
+]
 
 Json = Mapping[str, Any]
 
 #: The file of a folder that says what the model is.
 CONFIG = "config.json"
+#: Activations that are not quantized.
+AS_THEY_ARE = "bfloat16"
+#: Of formats: of weights, and of activations.
+Pair = tuple[str, str]
 
 
 def model_config(quantization: Json, **others: Any) -> dict[str, Json]:
@@ -54,10 +66,6 @@ def _never(quantization: Json) -> bool:
     return False
 
 
-def _always(quantization: Json) -> bool:
-    return True
-
-
 @dataclass(frozen=True)
 class Convention:
     """How one family of programs writes quantized checkpoints.
@@ -70,7 +78,8 @@ class Convention:
         methods: values of ``quant_method`` in a configuration.
         configure: what files of a folder say of a scheme: name of a file -> what is put into it.
         is_weight_only: whether a ``quantization_config`` says that activations are not quantized.
-        has_formats: whether those that a ``quantization_config`` names are among the storages.
+        activations: what a ``quantization_config`` says: pairs of a format of weights and that of
+            activations, :data:`AS_THEY_ARE` for none; ValueError for a scheme that is not known.
         fuses: servers that read it make one of several weights, which share a global scale, and
             need an ``input_scale``.
         weight_only: formats that it has with activations in high precision, too.
@@ -87,8 +96,8 @@ class Convention:
     storages: Mapping[str, Storage]
     methods: tuple[str, ...]
     configure: Callable[[Scheme], Mapping[str, Json]]
+    activations: Callable[[Json], Iterator[Pair]]
     is_weight_only: Callable[[Json], bool] = _never
-    has_formats: Callable[[Json], bool] = _always
     fuses: bool = False
     weight_only: tuple[str, ...] = ()
     also_read: tuple[Storage, ...] = ()
@@ -107,3 +116,27 @@ class Convention:
                 f"{argument}: {self.title} is for models of type {', '.join(self.model_types)}, "
                 f"and this config.json has {model!r:.40}; choose another convention"
             )
+
+
+def activations_of(quantization: Json, convention: Convention) -> dict[str, str]:
+    """Format of weights -> that of activations, :data:`AS_THEY_ARE` where they are not quantized.
+
+    >>> activations_of({"quant_algo": "W4A16_NVFP4"}, CONVENTIONS["modelopt"])
+    {'nvfp4': 'bfloat16'}
+
+    Raises ValueError for a scheme that is not known, or not told.
+    """
+    found: dict[str, str] = {}
+    for weights, activations in convention.activations(quantization):
+        if found.setdefault(weights, activations) != activations:
+            raise ValueError(
+                f"quantization: activations of some {weights} weights are {found[weights]}, of "
+                f"others {activations}; blockscale has one scheme for a format"
+            )
+    if not found:
+        raise ValueError(
+            "quantization: its config.json says of no layer how it is quantized; fetch the "
+            "checkpoint again"
+        )
+    alone = convention.is_weight_only(quantization)
+    return dict.fromkeys(found, AS_THEY_ARE) if alone else found

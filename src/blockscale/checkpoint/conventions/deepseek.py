@@ -6,10 +6,12 @@ Source: the config.json of deepseek-ai/DeepSeek-V3, transformers' ``FineGrainedF
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from ...formats import formats
 from ..storage import Place, Storage
 from .caveats import EXPERT, rows_of_equal_blocks
-from .convention import Convention, Json, Scheme, model_config
+from .convention import AS_THEY_ARE, Convention, Json, Pair, Scheme, model_config
 
 __all__ = ["DEEPSEEK", "DEEPSEEK_V4", "FINE_GRAINED"]
 
@@ -55,8 +57,16 @@ def _configure_fine_grained(scheme: Scheme) -> dict[str, Json]:
     return model_config(config)
 
 
-def _has_blocks(quantization: Json) -> bool:
-    return quantization.get("weight_block_size") == [128, 128]
+def _activations(quantization: Json) -> Iterator[Pair]:
+    size = quantization.get("weight_block_size")
+    if size != [128, 128]:
+        raise ValueError(f"quantization: weight_block_size is {size}; blockscale has [128, 128]")
+    yield "fp8_128x128", "fp8_1x128"
+
+
+def _activations_v4(quantization: Json) -> Iterator[Pair]:
+    yield from _activations(quantization)
+    yield "mxfp4", AS_THEY_ARE  # of experts, which are multiplied by what is exact here
 
 
 DEEPSEEK = Convention(
@@ -71,7 +81,7 @@ DEEPSEEK = Convention(
     },
     methods=("fp8",),
     configure=lambda scheme: model_config(_fp8(scheme)),
-    has_formats=_has_blocks,
+    activations=_activations,
     caveats=rows_of_equal_blocks,
 )
 
@@ -92,7 +102,7 @@ DEEPSEEK_V4 = Convention(
     },
     methods=("fp8",),
     configure=_configure_v4,
-    has_formats=_has_blocks,
+    activations=_activations_v4,
     model_types=("deepseek_v4",),
 )
 
@@ -108,4 +118,5 @@ FINE_GRAINED = Convention(
     },
     methods=("mxfp8",),
     configure=_configure_fine_grained,
+    activations=lambda quantization: iter([("mxfp8", "mxfp8")]),
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ...formats import formats
 from ..storage import Place, Storage, blocks
-from .convention import Convention, Json, Scheme, model_config
+from .convention import AS_THEY_ARE, Convention, Json, Scheme, model_config
 
 __all__ = ["GPT_OSS"]
 
@@ -34,6 +34,7 @@ GPT_OSS = Convention(
     },
     methods=("mxfp4",),
     configure=_configure,
+    activations=lambda quantization: iter([("mxfp4", AS_THEY_ARE)]),
     is_weight_only=lambda quantization: True,
     weight_only=("mxfp4",),
     stacks=True,

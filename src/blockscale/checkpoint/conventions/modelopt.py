@@ -7,12 +7,13 @@ Source: what ModelOpt 0.47's ``export_hf_checkpoint`` writes, and vLLM 0.33's
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from ...formats import formats
 from ..ours import STORAGES
 from ..storage import Place, Storage
-from .convention import Convention, Json, Scheme, model_config
+from .convention import AS_THEY_ARE, Convention, Json, Pair, Scheme, model_config
 
 __all__ = ["MODELOPT"]
 
@@ -90,6 +91,21 @@ def _is_weight_only(quantization: Json) -> bool:
     )
 
 
+def _activations(quantization: Json) -> Iterator[Pair]:
+    algo, layers = quantization.get("quant_algo"), quantization.get("quantized_layers")
+    of_layers = [algo]
+    if str(algo).upper() == "MIXED_PRECISION" and isinstance(layers, dict):
+        of_layers = [each.get("quant_algo") for each in layers.values()]
+    known = {name: pair for pair, name in _ALGOS.items()}
+    for each in dict.fromkeys(str(name).upper() for name in of_layers):
+        if each not in known:
+            raise ValueError(
+                f"quantization: got quant_algo {each!r:.40}; known are {', '.join(known)}"
+            )
+        format, weight_only = known[each]
+        yield format, AS_THEY_ARE if weight_only else format
+
+
 #: Experts of Llama 4 and gpt-oss, (experts, in, out), packed along the contraction.
 _STACKED = Storage(
     formats["nvfp4"],
@@ -109,11 +125,9 @@ MODELOPT = Convention(
     storages={name: STORAGES[name] for name, _ in _ALGOS},
     methods=("modelopt", "modelopt_fp4", "modelopt_mxfp8"),
     configure=_configure,
+    activations=_activations,
     also_read=(_STACKED,),
     is_weight_only=_is_weight_only,
-    has_formats=lambda quantization: (
-        quantization.get("quant_algo") in (*_ALGOS.values(), "MIXED_PRECISION")
-    ),
     fuses=True,
     weight_only=("nvfp4",),
 )
