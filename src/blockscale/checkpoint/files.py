@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Collection
 from pathlib import Path
 from types import TracebackType
 
@@ -31,6 +32,7 @@ class Files:
     Args:
         path: of a file, or of a folder with an index or with one file.
         argument: name of the caller's argument, for messages.
+        names: of the files of a folder that are read, where it has several checkpoints.
 
     Attributes:
         path: as it was given.
@@ -44,7 +46,12 @@ class Files:
     Raises FileNotFoundError, IsADirectoryError or ValueError, with argument and remedy.
     """
 
-    def __init__(self, path: str | os.PathLike[str], argument: str = "path") -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        argument: str = "path",
+        names: Collection[str] | None = None,
+    ) -> None:
         self.path, self._argument = Path(path), argument
         self._open: dict[str, Reader] = {}
         self._lock = threading.Lock()
@@ -53,7 +60,7 @@ class Files:
         try:
             if self.is_folder:
                 self.folder = self.path
-                self.places, self.names = self._of_folder()
+                self.places, self.names = self._of_folder(names)
             else:
                 self.folder, self.names = self.path.parent, [self.path.name]
                 self.file(self.path.name)  # its own errors come first
@@ -63,9 +70,11 @@ class Files:
             self._close()
             raise
 
-    def _of_folder(self) -> tuple[dict[str, str] | None, list[str]]:
+    def _of_folder(self, names: Collection[str] | None) -> tuple[dict[str, str] | None, list[str]]:
         """What the index says, and the files; of a folder without an index its only file."""
         indices = sorted(self.folder.glob(INDEX))
+        if names is not None and len(indices) > 1:
+            indices = [each for each in indices if self._has_files(each, names)]
         if len(indices) > 1:
             raise ValueError(
                 f"{self._argument}: {self.folder} has {len(indices)} indices "
@@ -83,6 +92,10 @@ class Files:
                 "(*.safetensors.index.json) that says which tensor is where; fetch it again"
             )
         return None, files
+
+    def _has_files(self, index: Path, names: Collection[str]) -> bool:
+        found = set(read_index(index, self._argument)["weight_map"].values())
+        return found == set(names)
 
     def _contents(self) -> tuple[dict[str, Stored], dict[str, str]]:
         """The tensors of the files that were asked for, and the file that each is in."""

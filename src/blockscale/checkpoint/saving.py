@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -89,7 +90,7 @@ def _left(tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
 def _check(
     convention: Convention, quantized: Mapping[str, ScaledTensor], weight_only: bool
 ) -> None:
-    formats = {q.format.name: name for name, q in quantized.items()}
+    formats, inexact = {q.format.name: name for name, q in quantized.items()}, False
     for format, name in formats.items():
         if format not in convention.storages:
             raise ValueError(
@@ -102,9 +103,31 @@ def _check(
             f"convention: {convention.title} has no {missing[0]} with activations in high "
             "precision, and the model's recipe leaves them so; choose another convention"
         )
+    for name, q in quantized.items():
+        if q.dim() > 2 and not convention.stacks:
+            raise ValueError(
+                f"convention: {show(name)} is a stack of matrices, and {convention.title} has each "
+                "by itself; choose 'blockscale', or leave it in high precision"
+            )
+        if q.dim() == 2 and convention.transposed_stacks:
+            raise ValueError(
+                f"convention: {show(name)} is a matrix, and {convention.title} has stacks of "
+                "experts alone; choose 'blockscale', or leave it in high precision"
+            )
+        scalar = q.global_scale
+        if scalar is not None and convention.storages[q.format.name].divides:
+            inexact = inexact or bool((scalar.frexp().mantissa != 0.5).any())
+    if inexact:
+        warnings.warn(
+            f"convention: {convention.title} stores reciprocals of global scales, and some of this "
+            "model are no powers of two: values may move by a unit of fp32",
+            UserWarning,
+            stacklevel=3,
+        )
     for name in quantized if convention.fuses else ():
         group = [quantized[each] for each in fused_with(name) if each in quantized]
-        scales = {q.global_scale.item() for q in group if q.global_scale is not None}
+        found = [q.global_scale for q in group if q.global_scale is not None]
+        scales = {tuple(scale.flatten().tolist()) for scale in found}
         if len(scales) > 1:
             raise ValueError(
                 f"convention: {show(name)} and what servers fuse with it have {len(scales)} global "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,9 @@ from .plan import last_of, module_of
 
 __all__ = [
     "FOLDER",
+    "Expected",
     "dequantize_layers",
+    "expected_of",
     "layers_without",
     "place_layers",
     "quantize_layers",
@@ -36,11 +38,29 @@ FOLDER = "pretrained_model_name_or_path"
 
 
 def layers_without(model: Any, read: Collection[str]) -> Iterator[str]:
-    """Layers of which no parameter is read."""
+    """Layers that could hold weights which are not read."""
     for name, module in model.named_modules():
-        own = [f"{name}.{parameter}" for parameter in module._parameters]
-        if isinstance(kind_of(module), Kind) and not any(each in read for each in own):
-            yield name
+        kind = kind_of(module)
+        if isinstance(kind, Kind) and kind.quantized is not None:
+            held = [f"{name}.{own}" for own in kind.quantized.held(module)]
+            if not all(each in read for each in held):
+                yield name
+
+
+class Expected(NamedTuple):
+    """What a parameter has to be."""
+
+    shape: tuple[int, ...]
+    axis: int
+
+
+def expected_of(model: Any) -> dict[str, Expected]:
+    """Of the parameters that layers hold quantized, before they are read."""
+    return {
+        name: Expected(tuple(weight.shape), weight.axis)
+        for name, weight in model.named_parameters()
+        if isinstance(weight, ScaledTensor)
+    }
 
 
 def quantize_layers(model: Any, recipes: Mapping[str, Recipe]) -> None:
@@ -92,21 +112,51 @@ def _amax(weight: Tensor) -> Tensor:
     return amax(weight) if weight.dim() == 2 else torch.stack([amax(each) for each in weight])
 
 
-def place_layers(model: Any) -> None:
+def place_layers(model: Any, expected: Mapping[str, Expected]) -> None:
     """Weights that were read, as the kernels of their device read them."""
+    _quantize_tied(model)
     for name, module in model.named_modules():
         if isinstance(module, HoldsQuantized):
             for own in module.held(module):
-                _check_read(f"{name}.{own}", getattr(module, own))
-                getattr(module, own).requires_grad_(False)
+                weight, wanted = getattr(module, own), expected.get(f"{name}.{own}")
+                _check_read(f"{name}.{own}", weight, wanted)
+                weight.requires_grad_(False)
             module._place()
 
 
-def _check_read(name: str, weight: Tensor) -> None:
+def _quantize_tied(model: Any) -> None:
+    """Layers that were given the weight of another one."""
+    recipes = {
+        id(getattr(module, own)): module.recipe
+        for module in model.modules()
+        if isinstance(module, HoldsQuantized)
+        for own in module.held(module)
+    }
+    for name, module in list(model.named_modules()):
+        for own, weight in module._parameters.items():
+            if not isinstance(weight, ScaledTensor) or isinstance(module, HoldsQuantized):
+                continue
+            if id(weight) not in recipes:
+                raise ValueError(
+                    f"model: {name}.{own} is quantized, and {type(module).__name__} is no layer "
+                    "that multiplies by it; leave it out when the folder is made (--exclude)"
+                )
+            quantize_layers(model, {name: recipes[id(weight)]})
+            break
+
+
+def _check_read(name: str, weight: Tensor, expected: Expected | None) -> None:
     if not isinstance(weight, ScaledTensor) or weight.device.type == "meta":
         raise ValueError(
             f"{FOLDER}: {name} was not read, see what transformers says above; the model would "
             "have no such weight: fetch the folder again"
+        )
+    found = Expected(tuple(weight.shape), weight.axis)
+    if expected is not None and found != expected:
+        raise ValueError(
+            f"{FOLDER}: {name} is {found.shape} with blocks along axis {found.axis}, and the model "
+            f"that config.json describes has {expected.shape} along {expected.axis}; fetch the "
+            "folder again"
         )
 
 

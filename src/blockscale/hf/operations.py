@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.core_model_loading import (
+    ConversionOps,
+    WeightConverter,
+    WeightRenaming,
+    apply_renamings,
+)
 
 from ..tensor import ScaledTensor
-from .plan import Plan, Source
+from .plan import ALONE, Plan, Source
 
-__all__ = ["Assemble", "Quantize", "reading_parts"]
+__all__ = ["Assemble", "Parts", "Quantize", "reading_parts"]
 
 
 class Assemble(ConversionOps):
@@ -46,13 +52,19 @@ class Assemble(ConversionOps):
         planned = self.plan.get(full_layer_name)
         if planned is None:
             return {name: [self._cast(t) for t in found] for name, found in input_dict.items()}
+        if ALONE in planned:
+            (source,) = planned[ALONE]
+            read = {part: input_dict[role_of(part)][0] for part in source.description.parts}
+            return {full_layer_name: [self._assembled(source, read)]}
         # lists of parts have the order of what is planned
-        parts = {pattern: iter(found) for pattern, found in input_dict.items()}
-        out: dict[str, list[Tensor]] = {
-            pattern: [self._assembled(pattern, source, parts) for source in sources]
-            for pattern, sources in planned.items()
-        }
-        for pattern, found in parts.items():
+        left = {pattern: iter(found) for pattern, found in input_dict.items()}
+        out: dict[str, list[Tensor]] = {}
+        for pattern, sources in planned.items():
+            for source in sources:
+                names = source.description.names(pattern)
+                read = {part: next(left[each]) for part, each in names.items()}
+                out.setdefault(pattern, []).append(self._assembled(source, read))
+        for pattern, found in left.items():
             if next(found, None) is not None:
                 raise ValueError(
                     f"{full_layer_name} is made of quantized tensors and of others ({pattern}), "
@@ -61,18 +73,15 @@ class Assemble(ConversionOps):
                 )
         return out
 
-    def _assembled(
-        self, pattern: str, source: Source, parts: dict[str, Iterator[Tensor]]
-    ) -> ScaledTensor:
-        name, description = source
-        patterns, read = description.names(pattern), dict[str, Tensor]()
-        for part, stored in description.names(name).items():
-            read[stored] = next(parts[patterns[part]])
-            if part == "input_scale":
-                place = description.storage.places[part]
-                value = place.decode(read[stored], torch.float32)
-                self.input_scales[name] = value.reshape(()).item()
-        q = description.assemble(name, read.__getitem__)
+    def _assembled(self, source: Source, read: Mapping[str, Tensor]) -> ScaledTensor:
+        """The tensor of its parts."""
+        name, description, _ = source
+        if "input_scale" in read:
+            place = description.storage.places["input_scale"]
+            value = place.decode(read["input_scale"], torch.float32)
+            self.input_scales[name] = value.reshape(()).item()
+        parts = {stored: read[part] for part, stored in description.names(name).items()}
+        q = description.assemble(name, parts.__getitem__)
         return q.mT if self.transposed_stacks and q.dim() > 2 else q
 
     def _cast(self, plain: Tensor) -> Tensor:
@@ -115,12 +124,56 @@ class Quantize(ConversionOps):
         return out
 
 
-def reading_parts(converter: Any, stored: Mapping[str, set[str]], assemble: Assemble) -> Any:
-    """A converter of the model that reads parts, if quantized tensors are among what it stacks."""
+def role_of(part: str) -> str:
+    """The pattern that a part has which needs no converter of the model."""
+    return f"blockscale_{part}"
+
+
+class Parts(WeightConverter):
+    """Brings the parts of a tensor together, by their names alone.
+
+    ``known``: name of a part, after renaming -> that of the tensor, and :func:`role_of` the part.
+    """
+
+    __slots__ = ("known",)
+
+    def __init__(self, known: Mapping[str, tuple[str, str]], operation: Assemble) -> None:
+        super().__init__(sorted({role for _, role in known.values()}), "weight", [operation])
+        self.known = known
+
+    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
+        return self.known.get(source_key, (source_key, None))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Parts:
+        operation = self.operations[0]
+        assert isinstance(operation, Assemble)
+        return Parts(self.known, copy.deepcopy(operation, memo))
+
+
+def reading_parts(conversions: Sequence[Any], plan: Plan, assemble: Assemble) -> list[Any]:
+    """The model's conversions, which then read parts of quantized tensors and stack these."""
+    known: dict[str, tuple[str, str]] = {}
+    stacked: dict[str, set[str]] = {}
+    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
+    for sources in plan.values():
+        for pattern, found in sources.items():
+            for name, description, renamed in found:
+                if pattern != ALONE:
+                    stacked.setdefault(pattern, set()).update(description.names(pattern).values())
+                    continue
+                for part, stored in description.names(name).items():
+                    known[apply_renamings(stored, renamings)] = renamed, role_of(part)
+    read = [_stacking_parts(each, stacked, assemble) for each in conversions]
+    # before the model's own, whose patterns may have such names in them
+    return [Parts(known, assemble), *read] if known else read
+
+
+def _stacking_parts(converter: Any, stacked: Mapping[str, set[str]], assemble: Assemble) -> Any:
+    """A converter that makes quantized tensors of parts first, if they are among what it takes."""
     if not isinstance(converter, WeightConverter):
         return converter
     sources = converter._original_source_patterns
-    parts = set().union(*(stored.get(each, ()) for each in converter.source_patterns))
+    parts = set().union(*(stacked.get(each, ()) for each in converter.source_patterns))
     if not parts:
         return converter
     if sources != converter.source_patterns:

@@ -2,28 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from transformers.core_model_loading import (
     WeightConverter,
     WeightRenaming,
+    apply_renamings,
     dot_natural_key,
     rename_source_key,
 )
 
-from ..checkpoint.storage import Description
+from ..checkpoint.storage import Description, part_names
 from ..formats import FP8_BLOCK
 from ..nn.recipe import Recipe
 
-__all__ = ["Plan", "Source", "last_of", "module_of", "parameters_of", "plan_of", "recipes_of"]
+__all__ = [
+    "ALONE",
+    "Plan",
+    "Source",
+    "last_of",
+    "module_of",
+    "parameters_of",
+    "plan_of",
+    "recipes_of",
+]
+
+
+#: Of a parameter that is one tensor of the files, without a converter of the model.
+ALONE = ""
 
 
 class Source(NamedTuple):
-    """A quantized tensor of the files."""
+    """A quantized tensor of the files, and its name after transformers' renaming."""
 
     name: str
     description: Description
+    renamed: str
 
 
 #: Parameter -> pattern of names that it is made of -> tensors, in the order of the loader.
@@ -31,38 +47,85 @@ Plan = dict[str, dict[str, list[Source]]]
 
 
 def plan_of(
-    model: Any, descriptions: Mapping[str, Description], conversions: Sequence[Any]
+    model: Any,
+    descriptions: Mapping[str, Description],
+    stored: Iterable[str],
+    conversions: Sequence[Any],
 ) -> Plan:
-    """Follow quantized tensors of files to parameters. Those that the model does not have are left
-    out: transformers names them."""
-    plan = Plan()
-    for name, (parameter, pattern) in _followed(model, descriptions, conversions):
-        sources = plan.setdefault(parameter, {}).setdefault(pattern or last_of(parameter), [])
-        sources.append(Source(name, descriptions[name]))
+    """Follow quantized tensors of files, which have all of ``stored``, to parameters.
+
+    Those that the model does not have are left out: transformers names them. Raises ValueError
+    where it would make parameters anew in their place.
+    """
+    plan, lost = Plan(), list[str]()
+    for name in sorted(descriptions, key=dot_natural_key):
+        found = _follow(model, name, conversions)
+        if found is None:
+            lost.append(name)
+            continue
+        source = Source(name, descriptions[name], found.renamed)
+        for parameter in found.parameters:  # several where transformers cuts it
+            plan.setdefault(parameter, {}).setdefault(found.pattern, []).append(source)
+    if lost:
+        parts = part_names(descriptions)
+        read = {*plan, *parameters_of(model, set(stored) - parts, conversions)}
+        _check_lost(model, lost, {name for name, _ in model.named_parameters()} - read)
     return plan
+
+
+def _check_lost(model: Any, lost: Sequence[str], missing: Collection[str]) -> None:
+    """ValueError where a quantized tensor lies inside of a module whose own parameter is missing:
+    experts by name where a model has stacks."""
+    modules = {_in_block(module_of(name)): name for name in missing}
+    for name in lost:
+        place = _in_block(name)
+        for module, parameter in modules.items():
+            if module and place.startswith(f"{module}."):
+                raise ValueError(
+                    f"model: {name} is quantized in the folder, and {type(model).__name__} has no "
+                    f"such weight, but {parameter}, which transformers would make anew; write the "
+                    "values of the folder by `blockscale convert-checkpoint --to bf16`"
+                )
+
+
+def _in_block(name: str) -> str:
+    """A name from the number of its block on; "" outside of blocks."""
+    found = re.search(r"\w+\.\d+\..+", name)
+    return found[0] if found else ""
 
 
 def parameters_of(model: Any, names: Iterable[str], conversions: Sequence[Any]) -> Iterator[str]:
     """The parameters that tensors of files become."""
-    return (parameter for _, (parameter, _) in _followed(model, names, conversions))
+    for name in names:
+        found = _follow(model, name, conversions)
+        yield from found.parameters if found is not None else ()
 
 
-def _followed(
-    model: Any, names: Iterable[str], conversions: Sequence[Any]
-) -> Iterator[tuple[str, tuple[str, str | None]]]:
-    """Name -> parameter, and the pattern of a converter that matched, by transformers' own rules.
+class _Followed(NamedTuple):
+    """Parameters that a tensor becomes, the pattern of the converter, and its name before that."""
 
-    ``conversions`` are those of the model, which may stack and join tensors.
-    """
+    parameters: tuple[str, ...]
+    pattern: str
+    renamed: str
+
+
+def _follow(model: Any, name: str, conversions: Sequence[Any]) -> _Followed | None:
+    """By transformers' own rules; ``conversions`` are those of the model, which may stack, join and
+    cut tensors. None where the model has no such parameter."""
     renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
     converters = [each for each in conversions if isinstance(each, WeightConverter)]
     prefix, state = model.base_model_prefix, model.state_dict()
-    for name in sorted(names, key=dot_natural_key):
-        found = rename_source_key(name, renamings, converters, prefix, state)
-        if found[0] not in state:
-            found = rename_source_key(name, [], [], prefix, state)
-        if found[0] in state:
-            yield name, found
+    rules: tuple[tuple[list[Any], list[Any]], ...] = ((renamings, converters), ([], []))
+    for mine, others in rules:
+        parameter, pattern = rename_source_key(name, mine, others, prefix, state)
+        if parameter in state:
+            targets = [parameter]
+            for each in others:
+                if pattern in each.source_patterns:
+                    first, *more = each.target_patterns
+                    targets += [parameter.replace(first, other, 1) for other in more]
+            return _Followed(tuple(targets), pattern or ALONE, apply_renamings(name, mine))
+    return None
 
 
 def last_of(parameter: str) -> str:
@@ -74,19 +137,19 @@ def module_of(parameter: str) -> str:
 
 
 def recipes_of(
-    plan: Plan, activations: Mapping[str, str], given: Recipe | None
+    plan: Plan, activations: Mapping[str, str], given: Recipe | None, *, ue8m0: bool = False
 ) -> dict[str, Recipe]:
     """Recipe of each module that holds quantized parameters.
 
-    ``activations``: format of weights -> that of activations, as the folder says; ``given``: by the
-    user.
+    ``activations``: format of weights -> that of activations, as the folder says, and ``ue8m0``
+    that FP8's scales of these are powers of two; ``given``: by the user.
     Raises ValueError where a module has several formats, or others than the recipe that is given.
     """
     found: dict[str, Recipe] = {}
     for parameter, sources in plan.items():
         module = module_of(parameter)
-        for name, description in (each for some in sources.values() for each in some):
-            recipe = _stored_recipe(name, description, activations)
+        for name, description, _ in (each for some in sources.values() for each in some):
+            recipe = _stored_recipe(name, description, activations, ue8m0)
             if given is not None:
                 recipe = _given_recipe(given, module, name, recipe)
             if found.setdefault(module, recipe) != recipe:
@@ -98,7 +161,9 @@ def recipes_of(
     return found
 
 
-def _stored_recipe(name: str, description: Description, activations: Mapping[str, str]) -> Recipe:
+def _stored_recipe(
+    name: str, description: Description, activations: Mapping[str, str], ue8m0: bool
+) -> Recipe:
     format = description.format.name
     if format not in activations:
         raise ValueError(
@@ -107,7 +172,8 @@ def _stored_recipe(name: str, description: Description, activations: Mapping[str
         )
     of_input = activations[format]
     if (of_input, format) == ("fp8_1x128", "fp8_128x128"):
-        return Recipe(FP8_BLOCK, scale_rounding=description.storage.scale_rounding)
+        rounding = "rceil" if ue8m0 else description.storage.scale_rounding
+        return Recipe(FP8_BLOCK, scale_rounding=rounding)
     return Recipe(format, activations=None if of_input == format else of_input)
 
 

@@ -9,21 +9,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.core_model_loading import WeightConverter
 from transformers.quantizers.base import HfQuantizer
 
 from ..checkpoint.conventions import CONVENTIONS
 from ..checkpoint.conventions.convention import activations_of
 from ..checkpoint.files import Files
 from ..checkpoint.reading import convention_of, descriptions_of
-from ..checkpoint.storage import Description
+from ..checkpoint.storage import Description, Storage
 from ..fused_names import fused_with
 from ..nn.quantize import quantize_
+from ..nn.recipe import Recipe
 from ..tensor import ScaledTensor
 from .config import BlockscaleConfig, convention_to_write
 from .layers import (
     FOLDER,
+    Expected,
     dequantize_layers,
+    expected_of,
     layers_without,
     place_layers,
     quantize_layers,
@@ -55,6 +57,8 @@ class BlockscaleQuantizer(HfQuantizer):
         self.transposed_stacks = False
         #: Of files, by the names of weights there, for saving.
         self.input_scales: dict[str, float] = {}
+        #: Shape and axis of what layers hold.
+        self.expected: dict[str, Expected] = {}
         #: The model's own, for saving.
         self.conversions: list[Any] = []
 
@@ -80,7 +84,8 @@ class BlockscaleQuantizer(HfQuantizer):
         is_read = bool(paths) and all(path.suffix == ".safetensors" for path in paths)
         if is_read:
             # of one file its index counts, if it has one; a folder may hold files of other models
-            with Files(paths[0] if len(paths) == 1 else paths[0].parent, FOLDER) as files:
+            names = None if len(paths) == 1 else [path.name for path in paths]
+            with Files(paths[0] if names is None else paths[0].parent, FOLDER, names) as files:
                 self.stored = list(files.tensors)
                 if self.pre_quantized:
                     self._read_descriptions(model, files)
@@ -114,18 +119,17 @@ class BlockscaleQuantizer(HfQuantizer):
         if not self.pre_quantized:
             self._quantize_on_the_way(model)
             return self.conversions
-        plan = plan_of(model, self.descriptions, weight_conversions)
-        quantize_layers(model, recipes_of(plan, self.activations, self.quantization_config.recipe))
+        plan = plan_of(model, self.descriptions, self.stored or (), weight_conversions)
+        recipes = recipes_of(
+            plan,
+            self.activations,
+            self.quantization_config.recipe,
+            ue8m0=self.quantization_config.stored.get("scale_fmt") == "ue8m0",
+        )
+        quantize_layers(model, recipes)
+        self.expected = expected_of(model)
         assemble = Assemble(plan, self.input_scales, self.transposed_stacks)
-        stored: dict[str, set[str]] = {}
-        for parts in plan.values():
-            for pattern, sources in parts.items():
-                for _, description in sources:
-                    names = description.names(pattern).values()
-                    stored.setdefault(pattern, {pattern}).update(names)
-        read = [reading_parts(each, stored, assemble) for each in weight_conversions]
-        own = {last_of(parameter) for parameter in plan} & stored.keys()
-        return read + [WeightConverter(sorted(stored[n]), n, [assemble]) for n in sorted(own)]
+        return reading_parts(weight_conversions, plan, assemble)
 
     def _quantize_on_the_way(self, model: Any) -> None:
         """Layers whose weights the files do not have stay as they are made: a new head, say."""
@@ -135,7 +139,8 @@ class BlockscaleQuantizer(HfQuantizer):
             read = parameters_of(model, self.stored, self.conversions)
             left = dict.fromkeys(layers_without(model, set(read)))
             recipe = replace(recipe, overrides={**left, **dict(recipe.overrides)})
-        quantize_(model, recipe)
+        quantize_(model, _as_stored(recipe, self._storages(model)))
+        self.expected = expected_of(model)
         scaled = {
             name
             for name, weight in model.named_parameters()
@@ -157,7 +162,8 @@ class BlockscaleQuantizer(HfQuantizer):
         return None
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
-        return isinstance(_parameter(model, param_name), ScaledTensor)
+        """On the way alone: of others transformers compares the shapes."""
+        return not self.pre_quantized and isinstance(_parameter(model, param_name), ScaledTensor)
 
     def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
         size = param.nbytes / max(param.numel(), 1)
@@ -167,14 +173,24 @@ class BlockscaleQuantizer(HfQuantizer):
         return self.on_the_way
 
     def _quantized(self, model: Any, group: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return quantized_group(model, group, self._storages(model))
+
+    def _storages(self, model: Any) -> Mapping[str, Storage]:
+        """In which it will be saved."""
         convention = convention_to_write(self.quantization_config, model.config.model_type)
-        return quantized_group(model, group, CONVENTIONS[convention].storages)
+        return CONVENTIONS[convention].storages
 
     # --- after ------------------------------------------------------------------------------------
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        place_layers(model)
-        self.on_the_way = None
+        if self.on_the_way is not None and self.on_the_way.waiting:
+            raise ValueError(
+                f"model: {next(iter(self.on_the_way.waiting))} was read, but none of the weights "
+                "that share its global scale; leave it out by an override of None"
+            )
+        place_layers(model, self.expected)
+        # a model is copied and pickled with this
+        self.on_the_way, self.expected, self.descriptions = None, {}, {}
         used = [each for each in self.conversions if each.was_used()]
         self.conversions = used
         model._weight_conversions = []  # get_state_dict_and_metadata reverses them
@@ -186,11 +202,15 @@ class BlockscaleQuantizer(HfQuantizer):
         others = dict(made.config)
         config.stored = dict(others.pop("quantization_config"))
         model.config.update(others)
+        inner = model.config.get_text_config()
+        if inner is not model.config and hasattr(inner, "quantization_config"):
+            del inner.quantization_config  # the folder's, of a model with more than text
         return made.tensors, made.metadata
 
-    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+    def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
         """The model as it was before, with the values that its weights stand for."""
-        dequantize_layers(model, dtype)
+        # save_pretrained leaves a name there
+        dequantize_layers(model, getattr(torch, dtype) if isinstance(dtype, str) else dtype)
         return model
 
     def is_serializable(self) -> bool:
@@ -204,6 +224,14 @@ class BlockscaleQuantizer(HfQuantizer):
     @property
     def is_compileable(self) -> bool:
         return True
+
+
+def _as_stored(recipe: Recipe, storages: Mapping[str, Storage]) -> Recipe:
+    """With scales that can be saved so: powers of two, where a convention has no others."""
+    storage = storages.get(recipe.format_of("weights").name)
+    if storage is None or storage.scale_rounding is None or recipe.scale_rounding is not None:
+        return recipe
+    return replace(recipe, scale_rounding=storage.scale_rounding)
 
 
 def _parameter(model: Any, name: str) -> Any:

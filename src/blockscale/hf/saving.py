@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -10,6 +12,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from ..checkpoint.saving import Written, written_as
 from ..nn.kinds import QUANTIZED
+from ..tensor import ScaledTensor
 from .config import BlockscaleConfig, convention_to_write
 
 __all__ = ["written"]
@@ -35,19 +38,35 @@ def written(
             "blockscale.checkpoint.save_file"
         )
     plain = model.config.to_dict()
+    found = {name: _named(input_scales, name, model.base_model_prefix) for name in state}
+    known = {name: scale for name, scale in found.items() if scale is not None}
+    lost = [n for n, t in state.items() if isinstance(t, ScaledTensor) and n not in known]
+    if input_scales and lost:
+        warnings.warn(
+            f"model: the folder's input_scale of {len(lost)} weights ({lost[0]}, ...) has another "
+            "name there, and is saved as 1; calibrate anew by `blockscale quantize --calibrate`",
+            UserWarning,
+            stacklevel=2,
+        )
     return written_as(
         convention_to_write(config, plain.get("model_type")),
         state,
         weight_only=any(recipe.weight_only for recipe in recipes),
-        input_scales=input_scales,
+        input_scales=known,
         config=plain,
     )
 
 
 def _by_files(model: Any, conversions: Sequence[Any]) -> dict[str, Tensor]:
-    model._weight_conversions = list(conversions)
-    try:
-        found: dict[str, Tensor] = revert_weight_conversion(model, model.state_dict())
-        return found
-    finally:
-        model._weight_conversions = []
+    view = copy.copy(model)  # another thread may save it, too
+    view._weight_conversions = list(conversions)
+    found: dict[str, Tensor] = revert_weight_conversion(view, model.state_dict())
+    return found
+
+
+def _named(scales: Mapping[str, float], name: str, prefix: str) -> float | None:
+    """The input scale of a weight: of a model without its head files have a prefix more."""
+    for each in (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")):
+        if each in scales:
+            return scales[each]
+    return None
