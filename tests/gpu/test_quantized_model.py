@@ -90,3 +90,64 @@ def test_the_gradient_of_x():
     layer(x).backward(g)
     wanted = g.double() @ layer.weight.dequantize(torch.float64)
     assert (x.grad.double() - wanted).norm() < 4e-3 * wanted.norm()
+
+
+EXPERTS = {
+    **{name: RECIPES[name] for name in ("mxfp8", "nvfp4", "fp8_block")},
+    **{name: bs.Recipe(name.partition(" ")[0], activations="bfloat16")
+       for name in ("mxfp8 weights", "nvfp4 weights", "mxfp4 weights")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+@pytest.mark.parametrize("tokens", [1, 16, 300])
+def test_experts_in_a_graph(name, tokens):
+    """By kernels alone, each expert with a global scale of its own; the host waits for nothing, and
+    a replay takes other experts."""
+    recipe = EXPERTS[name]
+    own = recipe.format_of("weights").name
+    up, down = normal(8, 2 * 256, 512, seed=1), normal(8, 512, 256, seed=2)
+    held = [torch.stack([bs.quantize(m, own, pad=True) for m in w]) for w in (up, down)]
+    x, weights = normal(tokens, 512), torch.full((tokens, 2), 0.5, device=DEVICE)
+    first, second = (
+        torch.rand(tokens, 8, generator=torch.Generator().manual_seed(seed)).topk(2).indices
+        for seed in (0, 1)
+    )
+    chosen = first.to(DEVICE)
+
+    def step() -> torch.Tensor:
+        routing = bs.route(chosen, 8)
+        return bs.nn.quantized_experts(x, weights, routing, *held, recipe=recipe)
+
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error", bs.FallbackWarning)
+        want = step()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            assert torch.equal(step(), want)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = step()
+        for each in (first, second):
+            chosen.copy_(each)
+            graph.replay()
+            assert torch.equal(y, step())
+    exact = [w.dequantize(torch.float32) for w in held]
+    plain = bs.nn.experts(x.float(), weights, bs.route(chosen, 8), *exact, recipe=None)
+    error = (y.float() - plain).norm() / plain.norm()
+    assert error <= (1e-2 if recipe.weight_only else 0.2)
+
+
+def test_mixtures_have_the_bits_of_converted_ones():
+    for name, recipe in RECIPES.items():
+        if name == "fp8_1x128":
+            continue
+        torch.manual_seed(0)
+        moe = bs.nn.MoE(512, 256, 8, bs.nn.Router(top_k=2), device=DEVICE, dtype=torch.bfloat16)
+        x = normal(100, 512)
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("error", bs.FallbackWarning)
+            want = bs.convert(moe, recipe)(x)
+            assert torch.equal(bs.quantize_(moe, recipe)(x), want), name

@@ -12,7 +12,7 @@ pytest.importorskip("transformers", minversion="5.0", reason="transformers is no
 import transformers
 
 import blockscale as bs
-from blockscale.nn import GatedActivation
+from blockscale.nn import GatedActivation, QuantizedExperts
 from blockscale.nn.hf_activation import activation_of
 from blockscale.nn.hf_experts import Experts
 
@@ -141,3 +141,40 @@ def test_autocast_has_its_type():
     given = torch.randn(8, 64), torch.tensor([[0, 1]] * 8), torch.rand(8, 2)
     with torch.autocast("cpu", torch.bfloat16):
         assert (eager(*given).dtype, module(*given).dtype) == (torch.float32, torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("recipe", [bs.Recipe("mxfp8"), bs.Recipe("nvfp4")], ids=str)
+def test_quantized_models(name, recipe):
+    """The logits of converted ones, bit for bit; a state_dict goes round; routers stay."""
+    base, report = model_of(name).eval(), bs.nn.ConversionReport()
+    tokens = torch.randint(96, (2, 24), generator=torch.Generator().manual_seed(0))
+    converted = bs.convert(copy.deepcopy(base), recipe)
+    held = bs.quantize_(copy.deepcopy(base), recipe, report=report)
+    assert report.share > 0.9
+    assert all("Router" in e.type for e in report.left if "mlp" in e.name)
+    assert any(isinstance(module, QuantizedExperts) for module in held.modules())
+    with torch.no_grad():
+        want = converted(tokens).logits
+        assert torch.equal(held(tokens).logits, want)
+        other = bs.quantize_(model_of(name).eval(), recipe)
+        other.load_state_dict(held.state_dict())
+        assert torch.equal(other(tokens).logits, want)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_weight_only_models(name):
+    """Near the model that has the values of its weights; tokens after tokens, with a cache."""
+    recipe = bs.Recipe("nvfp4", activations="bfloat16")
+    held, plain = (model_of(name).eval() for _ in range(2))
+    bs.quantize_(held, recipe)
+    state = {
+        key: each.dequantize() if isinstance(each, bs.ScaledTensor) else each
+        for key, each in held.state_dict().items()
+    }
+    plain.load_state_dict(state)
+    tokens = torch.randint(96, (1, 8), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(held(tokens).logits, plain(tokens).logits, rtol=1e-3, atol=1e-3)
+    given = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(held.generate(tokens, **given), plain.generate(tokens, **given))

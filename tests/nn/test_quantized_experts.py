@@ -400,10 +400,15 @@ def test_what_a_layer_does_not_take():
         (tensor(E, 2 * I, H), r"got a plain torch\.float32 tensor, the layer holds its weight in"),
         (held(tensor(E, 2 * I, H), "mxfp4"), "choose the recipe that the file was quantized with"),
         (held(tensor(E, 2 * I, H), "mxfp8", -2), "the file's blocks run along the other dimension"),
+        (held(tensor(E, 2 * I, H), "mxfp8", -2), r"has the transposes, .* pass its \.mT"),
         (held(tensor(E, 2 * I, H), "mxfp8")[:2], "choose the recipe"),
     ):
         with pytest.raises(RuntimeError, match=f"gate_up_proj: .*{why}"):
             model.load_state_dict({"gate_up_proj": given}, strict=False)
+    turned = held(tensor(E, I, H), "mxfp8", -2)
+    with pytest.raises(RuntimeError, match=r"down_proj: got .*the transposes, .* pass its \.mT"):
+        model.load_state_dict({"down_proj": turned}, strict=False)
+    model.load_state_dict({"down_proj": turned.mT}, strict=False)
     report = bs.nn.ConversionReport()
     for recipe in (bs.Recipe("mxfp4"), None):
         both = nn.ModuleList([model, bs.convert(nn.Linear(64, 64), bs.Recipe())])
@@ -488,9 +493,17 @@ def test_what_is_refused():
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("recipe", [RECIPES["nvfp4"], WEIGHT_ONLY["nvfp4"]], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "recipe", "dtype"),
+    [
+        ("concatenated", WEIGHT_ONLY["nvfp4"], torch.float32),
+        ("concatenated", RECIPES["mxfp8"], torch.bfloat16),
+        ("gpt-oss", RECIPES["nvfp4"], torch.bfloat16),
+        ("another activation", WEIGHT_ONLY["nvfp4"], torch.bfloat16),
+        ("no gate", RECIPES["nvfp4"], torch.float32),
+    ],
+    ids=str,
+)
 def test_compiled(kind, recipe, dtype):
     """Without breaks, and with sizes that change; values are read back inside of an op alone."""
     torch.compiler.reset()

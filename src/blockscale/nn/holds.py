@@ -111,6 +111,9 @@ _ANEW = (
     "blockscale.checkpoint.save_file writes a file that this layer reads"
 )
 
+#: Of a stack that is blocked along the other axis: no shape of squares tells what it is.
+_TURNED = "; if the file has the transposes, as gpt-oss's folders do, pass its .mT: no byte changes"
+
 
 def _mismatch(given: Any, held: ScaledTensor) -> str:
     """Why a weight from a state_dict cannot take the place of the one held; "" if it can."""
@@ -125,8 +128,10 @@ def _mismatch(given: Any, held: ScaledTensor) -> str:
     if given.shape == held.shape and given.axis != held.axis and given.offsets is None:
         return (
             f"got {got}, the layer holds {have}: the file's blocks run along the other dimension, "
-            f"which no recipe changes; {_ANEW}"
+            f"which no recipe changes; {_ANEW}{_TURNED * (given.dim() > 2)}"
         )
+    if given.dim() > 2 and given.axis != held.axis and given.mT.shape == held.shape:
+        return f"got {got}, the layer holds {have}{_TURNED}"
     if got != have or given.offsets is not None:
         return (
             f"got {got}{' in groups' * (given.offsets is not None)}, the layer holds {have}; "
@@ -149,7 +154,8 @@ def check_held(weight: Any, recipe: Recipe, axis: int, dims: int = 2) -> str:
         return f"got {type(weight).__name__}; expected a blockscale.ScaledTensor"
     if weight.dim() != dims or weight.axis != axis or weight.offsets is not None:
         what = "one matrix that is" if dims == 2 else "a stack of matrices that are"
-        return f"got {weight}; expected {what} blocked along axis {axis}, without groups: {_ANEW}"
+        remedy = _ANEW + _TURNED * (dims > 2)
+        return f"got {weight}; expected {what} blocked along axis {axis}, without groups: {remedy}"
     if weight.format_name != wanted:
         return (
             f"is in {weight.format_name}, the recipe wants {wanted}; pass "

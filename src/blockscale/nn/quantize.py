@@ -45,7 +45,7 @@ def quantize_(
     *,
     report: ConversionReport | None = None,
 ) -> torch.nn.Module:
-    """Quantize the weights of linear layers in place, for inference.
+    """Quantize the weights of linear layers and of experts in place, for inference.
 
     >>> bs.quantize_(model, bs.Recipe("mxfp8"))  # forward as of a converted model, bit for bit
     >>> bs.quantize_(other, bs.Recipe("nvfp4", activations="bfloat16"))  # weight-only
@@ -56,7 +56,10 @@ def quantize_(
     like of it): the weight is a :class:`~blockscale.ScaledTensor`, placed as the device's kernels
     read it, and the master is dropped; weights that layers share stay shared. A layer whose weight
     is a ScaledTensor already, by ``load_state_dict(state, assign=True)`` of a quantized checkpoint,
-    takes it as it is. torch.nn.MultiheadAttention stays as it is, which the report says.
+    takes it as it is. Experts of transformers, all that it marks by ``use_experts_implementation``,
+    become :class:`blockscale.nn.QuantizedExperts`, and :class:`blockscale.nn.GatedExperts` hold
+    their stacks likewise, both with a global scale for each expert. torch.nn.MultiheadAttention and
+    what else has matrices stay as they are, which the report says.
 
     Args:
         recipe: formats of weights and activations; ``activations="bfloat16"`` leaves activations
@@ -67,8 +70,9 @@ def quantize_(
 
     Returns the model. Raises TypeError for a model, a recipe or a filter_fn that is none;
     ValueError where no layer can be quantized, for lazy layers that have no shape yet, for
-    ``high_precision`` with fprop, and for weights that are quantized otherwise than ``recipe``
-    says. Then the model is as it was.
+    ``high_precision`` with fprop, for experts whose activations cannot be quantized in groups
+    ("fp8_128x128", and ``quantization`` that does more than round them), and for weights that are
+    quantized otherwise than ``recipe`` says. Then the model is as it was.
     """
     check_model(model)
     check_filter(filter_fn)
