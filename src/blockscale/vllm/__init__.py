@@ -10,6 +10,7 @@ its own, and tested without it::
     stored    a ScaledTensor as plain parameters
     served    linear layers and experts, which multiply by what is stored
     device    whether a device has the kernels
+    limits    what layers do not do
     config    vLLM's configuration of a checkpoint
     methods   which layer is run by what
     linear    vLLM's method of linear layers

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.routed_experts import FusedMoeWeightScaleSupported
 from vllm.model_executor.utils import set_weight_attrs
 
 from ..nn.gated import SWIGLU, GatedActivation
 from .device import check_device
+from .limits import check_experts
 from .served import ServedExperts
 from .weights import Kind, Slot, assemble_experts
 
@@ -29,7 +29,7 @@ class BlockscaleMoEMethod(FusedMoEMethodBase):
     """Parameters stacked as vLLM does, until the checkpoint is read; then ``layer.served``."""
 
     activation = SWIGLU
-    of_vllm = MoEActivation.SILU
+    of_vllm = "silu"
     has_bias = False
 
     def __init__(self, moe: Any, config: BlockscaleConfig, kind: Kind, prefix: str) -> None:
@@ -46,7 +46,7 @@ class BlockscaleMoEMethod(FusedMoEMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        self._check(layer)
+        check_experts(layer, self.of_vllm, self.has_bias, self.prefix)
         sizes = {
             "w13": (2 * intermediate_size_per_partition, hidden_size),
             "w2": (hidden_size, intermediate_size_per_partition),
@@ -113,36 +113,12 @@ class BlockscaleMoEMethod(FusedMoEMethodBase):
     ) -> Tensor:
         return layer.served(x, topk_weights, topk_ids)
 
-    def _check(self, layer: Any) -> None:
-        """ValueError for what these experts do not do."""
-        config, activation = layer.moe_config, layer.activation
-        numbers = layer.swiglu_limit, layer.swiglu_alpha, layer.swiglu_beta
-        refused = {
-            "expert parallelism": config.moe_parallel_config.use_ep,
-            "LoRA adapters": config.is_lora_enabled,
-            "biases": config.has_bias and not self.has_bias,
-            f"the activation {activation.value!r}": activation != self.of_vllm,
-            "a limit of SwiGLU": any(x is not None for x in numbers),
-            "weights of the router on their inputs": layer.apply_router_weight_on_input,
-        }
-        if found := [what for what, asked in refused.items() if asked]:
-            raise ValueError(
-                f"{self.prefix}: blockscale's experts do not have {found[0]}; serve without "
-                f"{_OPTIONS.get(found[0], '')}quantization='blockscale'"
-            )
-
-
-_OPTIONS = {
-    "expert parallelism": "--enable-expert-parallel (tensor parallelism shares them), or without ",
-    "LoRA adapters": "--enable-lora, or without ",
-}
-
 
 class GptOssMoEMethod(BlockscaleMoEMethod):
     """Experts of gpt-oss: its loader has stacks of all of them, rows of gate and up alternate."""
 
     activation = GatedActivation(alpha=1.702, limit=7.0, shift=1.0, interleaved=True)
-    of_vllm = MoEActivation.SWIGLUOAI
+    of_vllm = "swigluoai"
     has_bias = True
     names = {"data": "weight", "scale": "weight_scale"}  # noqa: RUF012
 

@@ -10,12 +10,10 @@ from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
-from vllm.model_executor.layers.vocab_parallel_embedding import (
-    ParallelLMHead,
-    VocabParallelEmbedding,
-)
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from .experts import BlockscaleMoEMethod, GptOssMoEMethod
+from .limits import check_adapters, check_latent, check_other
 from .linear import BlockscaleLinearMethod
 from .table import Table
 
@@ -34,7 +32,7 @@ def method_of(
     """
     if isinstance(layer, Attention | MLAAttention):
         if isinstance(layer, MLAAttention):
-            _check_latent(prefix, table)
+            check_latent(table, prefix)
         return BaseKVCacheMethod(config)  # FP8 caches are vLLM's own
     if isinstance(layer, RoutedExperts):
         if (kind := table.stacks(prefix)) is not None:
@@ -46,33 +44,7 @@ def method_of(
     if isinstance(layer, LinearBase | ParallelLMHead) and not is_tied:
         if (kind := table.linear(prefix, config.packed_modules_mapping)) is None:
             return UnquantizedLinearMethod()
-        _check_adapters(prefix)
+        check_adapters(get_current_vllm_config_or_none(), prefix)
         return BlockscaleLinearMethod(config, kind, prefix)
-    if f"{prefix}.weight" in table.kinds:
-        what = "embedding" if isinstance(layer, VocabParallelEmbedding) else "layer"
-        raise ValueError(
-            f"{prefix}: this {what} ({type(layer).__name__}) has a quantized weight, and "
-            "blockscale serves linear layers and experts; quantize without it (blockscale "
-            "quantize --exclude), or serve it without quantization='blockscale'"
-        )
+    check_other(table, layer, prefix)
     return None
-
-
-def _check_latent(prefix: str, table: Table) -> None:
-    """Latent attention keeps a copy of ``kv_b_proj`` in bf16, which it asks the layer for."""
-    name = f"{prefix.rpartition('.')[0]}.kv_b_proj"
-    if f"{name}.weight" in table.kinds:
-        raise ValueError(
-            f"{name}: vLLM's latent attention multiplies by a bf16 copy of this weight, which "
-            "blockscale does not make; quantize without it (blockscale quantize --exclude "
-            "'*kv_b_proj*'), or serve it without quantization='blockscale'"
-        )
-
-
-def _check_adapters(prefix: str) -> None:
-    config = get_current_vllm_config_or_none()
-    if config is not None and config.lora_config is not None:
-        raise ValueError(
-            f"{prefix}: LoRA adapters were never run beside blockscale's layers; serve without "
-            "--enable-lora, or without quantization='blockscale'"
-        )
