@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import pickle
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hf_models import held, load, logits, make
+from hf_models import SIZES, held, load, logits, make
 
 import blockscale as bs
 from blockscale import checkpoint
@@ -251,4 +253,119 @@ def test_activations_of_other_bits(plain, tmp_path):
     group["input_activations"]["num_bits"] = 8
     path.write_text(json.dumps(config))
     recipe = bs.Recipe("mxfp4", activations="mxfp8")
+    assert load(folder).model.layers[0].mlp.up_proj.recipe == recipe
+
+
+def test_parts_by_their_names_alone(tmp_path, registered):
+    """Parameters that are called as parts are, beside stacks that are called as layers are."""
+    import transformers as tr
+
+    sizes = {k: v for k, v in SIZES.items() if k not in ("intermediate_size", "head_dim")}
+    config = tr.DeepseekV4Config(
+        **{**sizes, "num_key_value_heads": 1}, head_dim=64, moe_intermediate_size=128,
+        n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1, q_lora_rank=128,
+        o_lora_rank=128, o_groups=2, index_n_heads=2, index_head_dim=64, index_topk=8,
+        num_hash_layers=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = tr.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    scale = model.model.layers[0].attn_hc.scale
+    scale.data.copy_(torch.tensor([0.3, 2.0, 1.7]))
+    model.save_pretrained(tmp_path / "plain")
+    given = registered.BlockscaleConfig("fp8_block", "deepseek-v4")
+    model = load(tmp_path / "plain", quantization_config=given)
+    model.save_pretrained(tmp_path / "out")
+    other = load(tmp_path / "out")
+    assert torch.equal(other.model.layers[0].attn_hc.scale, scale)
+    assert torch.equal(logits(other), logits(model))
+
+
+@pytest.mark.parametrize("format", ["mxfp8", "nvfp4"])
+def test_a_matrix_that_transformers_cuts(tmp_path, format, registered):
+    """Dinov2's gate and up are one in files."""
+    import transformers as tr
+
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = tr.Dinov2Config(**sizes, use_swiglu_ffn=True, image_size=28, patch_size=14)
+    torch.manual_seed(0)
+    tr.Dinov2Model(config).to(torch.bfloat16).save_pretrained(tmp_path / "plain")
+    given = {"dtype": torch.bfloat16, "quantization_config": registered.BlockscaleConfig(format)}
+    model = tr.Dinov2Model.from_pretrained(tmp_path / "plain", **given)
+    plain = tr.Dinov2Model.from_pretrained(tmp_path / "plain", dtype=torch.bfloat16)
+    for name in ("gate_proj", "up_proj"):
+        made, was = (getattr(m.encoder.layer[0].mlp, name).weight for m in (model, plain))
+        assert isinstance(made, bs.ScaledTensor)
+        error = (made.dequantize() - was).float().norm() / was.float().norm()
+        assert error < 0.2
+    model.save_pretrained(tmp_path / "out")
+    again = tr.Dinov2Model.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+    for name, weight in held(model).items():
+        assert torch.equal(held(again)[name].dequantize(), weight.dequantize())
+
+
+def test_names_of_stacks_and_layers(tmp_path, registered):
+    """GraniteMoe's experts have a layer's name in files."""
+    import transformers as tr
+
+    sizes = {key: value for key, value in SIZES.items() if key != "head_dim"}
+    config = tr.GraniteMoeConfig(**sizes, num_local_experts=4, num_experts_per_tok=2)
+    model = tr.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "plain")
+    checkpoint.quantize_folder(tmp_path / "plain", tmp_path / "in", "mxfp8")
+    model = load(tmp_path / "in")
+    assert len(held(model)) == 12
+    model.save_pretrained(tmp_path / "out")
+    assert torch.equal(logits(load(tmp_path / "out")), logits(model))
+
+
+def test_several_savers(plain, tmp_path, registered):
+    """Of one model, at once."""
+    given = registered.BlockscaleConfig("nvfp4", "modelopt")
+    model = load(plain("qwen3_moe"), quantization_config=given)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda i: model.save_pretrained(tmp_path / str(i)), range(4)))
+    wanted = checkpoint.load_folder(tmp_path / "0").keys()
+    assert all(checkpoint.load_folder(tmp_path / str(i)).keys() == wanted for i in range(4))
+    assert torch.equal(logits(load(tmp_path / "3")), logits(model))
+
+
+def test_what_the_folder_says_stays(plain, tmp_path):
+    """Its configuration, in its own words; input scales also where names begin otherwise; and a
+    model that was saved can be pickled and made plain."""
+    import transformers as tr
+
+    folder = tmp_path / "in"
+    amax = {f"model.layers.{i}.mlp.{n}_proj": 5.0 for i in (0, 1) for n in ("gate", "up", "down")}
+    checkpoint.quantize_folder(plain("llama"), folder, "nvfp4", "modelopt", activations=amax)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"] |= {"something": "else", "kv_cache_quant_algo": "FP8"}
+    path.write_text(json.dumps(config))
+    model = tr.AutoModel.from_pretrained(folder, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "out")
+    found = config_of(tmp_path / "out")
+    assert found["something"] == "else"
+    assert found["kv_cache_quant_algo"] is None
+    state = checkpoint.load_folder(tmp_path / "out")
+    assert state["layers.0.mlp.up_proj.input_scale"].item() == pytest.approx(5 / 2688)
+    assert len(held(pickle.loads(pickle.dumps(model)))) == 14
+    assert not held(model.dequantize())
+
+
+def test_the_configuration_is_told(registered):
+    recipe = bs.Recipe("nvfp4", overrides={"*.down_proj": bs.Recipe("mxfp8")})
+    config = registered.BlockscaleConfig(recipe, "modelopt")
+    again = registered.BlockscaleConfig.from_dict(json.loads(json.dumps(config.to_dict())))
+    assert (again.recipe, again.convention) == (recipe, "modelopt")
+    assert "down_proj" in repr(config)
+    assert registered.BlockscaleConfig.from_dict({"recipe": "mxfp8"}).recipe == bs.Recipe("mxfp8")
+
+
+def test_scales_of_activations_that_are_powers_of_two(plain, tmp_path):
+    folder = quantized(plain("llama"), tmp_path / "in", "fp8_128x128", "deepseek", False)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"]["scale_fmt"] = "ue8m0"  # of DeepSeek V3.1
+    path.write_text(json.dumps(config))
+    recipe = bs.Recipe("fp8_block", scale_rounding="rceil")
     assert load(folder).model.layers[0].mlp.up_proj.recipe == recipe

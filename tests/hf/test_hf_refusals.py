@@ -151,14 +151,22 @@ def test_other_files(folder):
     ("recipe", "convention", "match"),
     [
         ("mxfp6_e2m3", "modelopt", "convention: NVIDIA ModelOpt has no mxfp6_e2m3, .*'blockscale'"),
-        (bs.Recipe("mxfp8", activations="bfloat16"), "fine-grained", "no mxfp8 with activations"),
         ("mxfp4", "gpt-oss", "convention: gpt-oss is for models of type gpt_oss"),
+        ("nvfp4", "deepseek", "convention: DeepSeek's FP8 blocks has no nvfp4"),
     ],
-)  # fmt: skip
-def test_conventions_that_lack_it(plain, tmp_path, recipe, convention, match, registered):
+)
+def test_conventions_that_lack_it(plain, recipe, convention, match, registered):
+    """Said before any weight is read."""
     given = registered.BlockscaleConfig(recipe, convention)
-    model = load(plain, quantization_config=given)
     with pytest.raises(ValueError, match=match):
+        load(plain, quantization_config=given)
+
+
+def test_conventions_without_weights_alone(plain, tmp_path, registered):
+    recipe = bs.Recipe("mxfp8", activations="bfloat16")
+    given = registered.BlockscaleConfig(recipe, "fine-grained")
+    model = load(plain, quantization_config=given)
+    with pytest.raises(ValueError, match="no mxfp8 with activations in high precision"):
         model.save_pretrained(tmp_path / "out")
 
 
@@ -184,3 +192,68 @@ def test_folders_are_read_twice(folder, tmp_path):
     model = load(tmp_path / "copy")
     model.save_pretrained(tmp_path / "copy")
     assert len(held(load(tmp_path / "copy"))) == 14
+
+
+# --- what loading would hide ----------------------------------------------------------------------
+
+
+def test_another_shape(folder):
+    """As of plain weights: a configuration that is not the folder's."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "head_dim": 16}))
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        load(folder)
+
+
+@pytest.mark.parametrize("on_the_way", [False, True])
+def test_an_expert_is_missing(tmp_path, registered, on_the_way):
+    source = make(tmp_path / "plain", "qwen3_moe")
+    folder, given = source, {"quantization_config": registered.BlockscaleConfig("mxfp8")}
+    if not on_the_way:
+        folder, given = tmp_path / "in", {}
+        checkpoint.quantize_folder(source, folder, "mxfp8")
+    state = checkpoint.load_folder(folder)
+    shutil.rmtree(tmp_path / "one", ignore_errors=True)
+    (tmp_path / "one").mkdir()
+    kept = {name: tensor for name, tensor in state.items() if ".experts.1." not in name}
+    checkpoint.save_file(kept, tmp_path / "one" / "model.safetensors", {"format": "pt"})
+    shutil.copy(folder / "config.json", tmp_path / "one")
+    with pytest.raises((RuntimeError, ValueError), match=r"mismatched|is \(3, 256, 128\)"):
+        load(tmp_path / "one", **given)
+
+
+def test_experts_by_name_where_a_model_has_stacks(tmp_path):
+    """Llama 4: transformers would make its stacks anew."""
+    import transformers as tr
+
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "intermediate_size_mlp": 256}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 96}
+    config = tr.Llama4TextConfig(
+        **sizes, **heads, num_hidden_layers=1, num_local_experts=2, interleave_moe_layer_step=1
+    )
+    tr.Llama4ForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "plain")
+    checkpoint.quantize_folder(tmp_path / "plain", tmp_path / "in", "mxfp8", "compressed-tensors")
+    path = tmp_path / "in" / "model.safetensors"
+    state = load_file(path)
+    stack = state.pop("model.layers.0.feed_forward.experts.down_proj")
+    for i, matrix in enumerate(stack):
+        q = bs.quantize(matrix.mT.contiguous(), "mxfp8")
+        name = f"model.layers.0.feed_forward.experts.{i}.down_proj.weight"
+        state |= {name: q.qdata, f"{name}_scale": q.scale.view(torch.uint8)}
+    save_file(state, path, {"format": "pt"})
+    with pytest.raises(ValueError, match=r"experts\.0\.down_proj\.weight is quantized in"):
+        load(tmp_path / "in")
+
+
+def test_stacks_are_not_written_where_a_convention_has_none(tmp_path, registered):
+    from blockscale.checkpoint.saving import written_as
+
+    q = bs.quantize(torch.randn(4, 64, 64), "mxfp8")
+    how = {"weight_only": False, "input_scales": {}, "config": {}}
+    with pytest.raises(ValueError, match="is a stack of matrices, and NVIDIA ModelOpt has each"):
+        written_as("modelopt", {"experts.down_proj": q}, **how)
+    q = bs.quantize(torch.randn(64, 64), "mxfp4")
+    how |= {"weight_only": True, "config": {"model_type": "gpt_oss"}}
+    with pytest.raises(ValueError, match="is a matrix, and gpt-oss has stacks of experts alone"):
+        written_as("gpt-oss", {"q_proj.weight": q}, **how)

@@ -144,8 +144,8 @@ def _to_json(description: Description) -> dict[str, Any]:
 def read_descriptions(header: Header, tensors: Mapping[str, Stored]) -> dict[str, Description]:
     """Descriptions of a file's quantized tensors, checked; empty where it has none.
 
-    ``tensors``: of all files that are read together: a header may describe those of other files.
-    Raises ValueError where they are damaged, of a later version, or name tensors that are missing.
+    ``tensors``: of all files that can be read: a header may describe those of others, too. Raises
+    ValueError where they are damaged, of a later version, or name tensors that are missing.
     """
     text = header.metadata.get(KEY)
     if text is None:
@@ -159,6 +159,11 @@ def read_descriptions(header: Header, tensors: Mapping[str, Stored]) -> dict[str
             raise ValueError("it has no tensors")
         descriptions = {name: _from_json(name, each) for name, each in described.items()}
         for name, description in descriptions.items():
+            if not any(stored in tensors for stored in description.names(name).values()):
+                raise ValueError(
+                    f"it describes {show(name)}, of which nothing is there; one file of several is "
+                    "read where their index lies beside it"
+                )
             description.check(name, tensors)
         return descriptions
     except ValueError as error:

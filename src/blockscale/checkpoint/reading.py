@@ -11,7 +11,7 @@ import torch
 from .conventions import CONVENTIONS, Convention
 from .files import Files
 from .header import Stored, show
-from .ours import read_descriptions
+from .ours import KEY, read_descriptions
 from .storage import Description, Storage, part_names
 
 __all__ = ["convention_of", "described_by", "described_in_headers", "descriptions_of"]
@@ -40,6 +40,12 @@ def convention_of(config: Mapping[str, Any], argument: str) -> Convention | None
     for each in CONVENTIONS.values():
         if method in each.methods and (not each.model_types or model in each.model_types):
             return each
+    alike = [each for each in CONVENTIONS.values() if method in each.methods]
+    if others := {name for each in alike for name in each.model_types}:
+        raise ValueError(
+            f"{argument}: its config.json has quant_method {method!r:.40} and model_type "
+            f"{model!r:.40}; blockscale reads that of {', '.join(sorted(others))}"
+        )
     known = sorted({method for each in CONVENTIONS.values() for method in each.methods})
     raise ValueError(
         f"{argument}: its config.json has quant_method {method!r:.40}; known are {', '.join(known)}"
@@ -50,10 +56,14 @@ def described_in_headers(files: Files, argument: str) -> dict[str, Description]:
     """The quantized tensors of ``files`` that headers describe, those of other files, too, as
     transformers writes one header for all. ValueError where one is damaged."""
     found: dict[str, Description] = {}
-    everywhere = _Everywhere(files)
+    everywhere, seen = _Everywhere(files), set[str]()
     for file in files.names:
+        header = files.file(file).header
+        if (text := header.metadata.get(KEY, "")) in seen:  # as of all files of transformers
+            continue
+        seen.add(text)
         try:
-            found |= read_descriptions(files.file(file).header, everywhere)
+            found |= read_descriptions(header, everywhere)
         except ValueError as error:
             raise ValueError(f"{argument}: {files.folder / file}: {error}; save it again") from None
     return {n: each for n, each in found.items() if each.names(n)["data"] in files.tensors}

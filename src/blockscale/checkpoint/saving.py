@@ -16,7 +16,7 @@ from .header import show
 from .ours import INPUT_SCALE, describe, metadata_for
 from .storage import Description, check_names
 
-__all__ = ["Written", "written_as"]
+__all__ = ["Written", "check_formats", "written_as"]
 
 
 class Written(NamedTuple):
@@ -87,16 +87,31 @@ def _left(tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(["lm_head", *plain]))
 
 
+def check_formats(
+    convention: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any]
+) -> None:
+    """ValueError where a convention is not for a model of this configuration, or has no tensors of
+    a format that is among ``tensors``."""
+    found = CONVENTIONS[convention]
+    found.check_model(config, "convention")
+    _check_formats(found, {n: q for n, q in tensors.items() if isinstance(q, ScaledTensor)})
+
+
+def _check_formats(convention: Convention, quantized: Mapping[str, ScaledTensor]) -> None:
+    for name, q in quantized.items():
+        if q.format.name not in convention.storages:
+            raise ValueError(
+                f"convention: {convention.title} has no {q.format.name}, which {show(name)} is; it "
+                f"has {', '.join(convention.storages)}: choose another, or 'blockscale', which has "
+                "all"
+            )
+
+
 def _check(
     convention: Convention, quantized: Mapping[str, ScaledTensor], weight_only: bool
 ) -> None:
     formats, inexact = {q.format.name: name for name, q in quantized.items()}, False
-    for format, name in formats.items():
-        if format not in convention.storages:
-            raise ValueError(
-                f"convention: {convention.title} has no {format}, which {show(name)} is; it has "
-                f"{', '.join(convention.storages)}: choose another, or 'blockscale', which has all"
-            )
+    _check_formats(convention, quantized)
     always = () if weight_only and not convention.describes_itself else tuple(formats)
     if missing := [each for each in formats if each not in (*always, *convention.weight_only)]:
         raise ValueError(

@@ -52,8 +52,9 @@ class BlockscaleConfig(QuantizationConfigMixin):
         cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any
     ) -> Any:
         """Of a ``quantization_config`` in a ``config.json``."""
-        config = cls()
-        config.stored = dict(config_dict)
+        recipe, *rest = (config_dict.get(name) for name in ("recipe", "convention"))
+        config = cls(Recipe.from_dict(recipe) if isinstance(recipe, Mapping) else recipe, *rest)
+        config.stored = {k: v for k, v in config_dict.items() if k not in ("recipe", "convention")}
         return (config, kwargs) if return_unused_kwargs else config
 
     def get_loading_attributes(self) -> dict[str, Any]:
@@ -63,7 +64,10 @@ class BlockscaleConfig(QuantizationConfigMixin):
 
     def to_dict(self) -> dict[str, Any]:
         """What becomes ``quantization_config`` in ``config.json``."""
-        return dict(self.stored) or {"quant_method": METHOD}
+        if self.stored:
+            return dict(self.stored)
+        recipe = None if self.recipe is None else self.recipe.to_dict()
+        return {"quant_method": METHOD, "recipe": recipe, "convention": self.convention}
 
 
 def is_ours(quantization: Mapping[str, Any]) -> bool:

@@ -18,6 +18,7 @@ from ..nn.holds import HoldsQuantized
 from ..nn.kinds import Kind, kind_of
 from ..nn.quantize import held_weight, quantize_
 from ..nn.recipe import Recipe
+from ..nn.report import ConversionReport
 from ..rounding import global_scale_from_amax
 from ..tensor import ScaledTensor
 from .plan import last_of, module_of
@@ -81,7 +82,9 @@ def quantize_layers(model: Any, recipes: Mapping[str, Recipe]) -> None:
             )
     base = Counter(recipes.values()).most_common(1)[0][0]
     others = {name: recipe for name, recipe in recipes.items() if recipe != base}
-    quantize_(model, replace(base, overrides=others), lambda module, name: name in recipes)
+    recipe = replace(base, overrides=others)
+    # what is quantized, the folder says: there is nothing to report
+    quantize_(model, recipe, lambda module, name: name in recipes, report=ConversionReport())
 
 
 def quantized_group(

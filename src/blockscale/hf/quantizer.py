@@ -15,6 +15,7 @@ from ..checkpoint.conventions import CONVENTIONS
 from ..checkpoint.conventions.convention import activations_of
 from ..checkpoint.files import Files
 from ..checkpoint.reading import convention_of, descriptions_of
+from ..checkpoint.saving import check_formats
 from ..checkpoint.storage import Description, Storage
 from ..fused_names import fused_with
 from ..nn.quantize import quantize_
@@ -141,6 +142,8 @@ class BlockscaleQuantizer(HfQuantizer):
             recipe = replace(recipe, overrides={**left, **dict(recipe.overrides)})
         quantize_(model, _as_stored(recipe, self._storages(model)))
         self.expected = expected_of(model)
+        convention = convention_to_write(self.quantization_config, model.config.model_type)
+        check_formats(convention, model.state_dict(), model.config.to_dict())
         scaled = {
             name
             for name, weight in model.named_parameters()

@@ -17,6 +17,9 @@ from .config import BlockscaleConfig, convention_to_write
 
 __all__ = ["written"]
 
+#: What configurations say of scales of keys and values, which are not kept.
+_CACHES = "kv_cache_scheme", "kv_cache_quant_algo"
+
 
 def written(
     model: Any,
@@ -48,13 +51,19 @@ def written(
             UserWarning,
             stacklevel=2,
         )
-    return written_as(
+    made = written_as(
         convention_to_write(config, plain.get("model_type")),
         state,
         weight_only=any(recipe.weight_only for recipe in recipes),
         input_scales=known,
         config=plain,
     )
+    if config.convention is None and config.recipe is None and config.stored:
+        # what the folder said, in its own words; of keys and values no scales are here
+        quantization = {**config.stored}
+        quantization |= {key: None for key in _CACHES if quantization.get(key) is not None}
+        made = made._replace(config={**made.config, "quantization_config": quantization})
+    return made
 
 
 def _by_files(model: Any, conversions: Sequence[Any]) -> dict[str, Tensor]:

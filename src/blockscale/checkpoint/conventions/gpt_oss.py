@@ -15,6 +15,12 @@ __all__ = ["GPT_OSS"]
 
 def _configure(scheme: Scheme) -> dict[str, Json]:
     scheme.only_format("gpt-oss")
+    for layers in scheme.layers.values():
+        if others := [layer for layer in layers if "experts" not in layer.split(".")]:
+            raise ValueError(
+                f"format: gpt-oss has mxfp4 for stacks of experts alone, {others[0]!r} is none, "
+                "and readers would make it anew; leave it out (exclude), or choose another convention"
+            )
     config = {"quant_method": "mxfp4", "modules_to_not_convert": list(scheme.left_alone)}
     return model_config(config)
 
