@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import SIZES, held, load, logits, make
+from hf_models import IDS, SIZES, held, load, logits, make
 
 import blockscale as bs
 from blockscale import checkpoint
@@ -369,3 +369,35 @@ def test_scales_of_activations_that_are_powers_of_two(plain, tmp_path):
     path.write_text(json.dumps(config))
     recipe = bs.Recipe("fp8_block", scale_rounding="rceil")
     assert load(folder).model.layers[0].mlp.up_proj.recipe == recipe
+
+
+def test_calibrated_activations(plain, tmp_path):
+    """A row's product does not depend on those beside it, or after it, as in servers."""
+    names = ("self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o", "mlp.gate", "mlp.up")
+    layers = [f"model.layers.{i}.{name}_proj" for i in (0, 1) for name in (*names, "mlp.down")]
+    amax = dict.fromkeys(layers, 5.0)
+    folder = tmp_path / "in"
+    checkpoint.quantize_folder(plain("llama"), folder, "nvfp4", "modelopt", activations=amax)
+    model = load(folder)
+    whole = logits(model)
+    with torch.no_grad():
+        assert torch.equal(model(IDS[:1]).logits, whole[:1])
+        assert torch.equal(model(IDS[:, :4]).logits, whole[:, :4])
+    layer, x = model.model.layers[0].mlp.up_proj, torch.randn(3, 128).bfloat16()
+    scale = torch.tensor(5 / 2688)
+    q = bs.quantize(x, "nvfp4", global_scale=layer.input_scale)
+    assert layer.input_scale.item() == pytest.approx(scale.item())
+    assert torch.equal(layer(x), bs.gemm(q, layer.weight.mT))
+
+    other = bs.quantize_(load(plain("llama")), bs.Recipe("nvfp4"))
+    other.load_state_dict(checkpoint.load_folder(folder))  # with its input scales
+    assert torch.equal(logits(other), whole)
+    alone = bs.quantize_(load(plain("llama")), bs.Recipe("nvfp4", activations="bfloat16"))
+    alone.load_state_dict(checkpoint.load_folder(folder))
+    assert alone.model.layers[0].mlp.up_proj.input_scale is None
+    fused = bs.nn.fuse_projections(load(folder))
+    assert torch.equal(logits(fused), whole)
+    assert not held(load(folder).dequantize())
+    q = bs.quantize(torch.randn(64, 128), "mxfp8")
+    with pytest.raises(ValueError, match=r"^input_scale: activations of Recipe\('mxfp8'\) have no"):
+        bs.nn.quantized_linear(x, q, recipe=bs.Recipe("mxfp8"), input_scale=scale)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..checkpoint.ours import INPUT_SCALE
 from ..checkpoint.storage import Storage
 from ..formats import get_format
 from ..measure import amax
@@ -17,6 +18,7 @@ from ..nn.class_change import restore
 from ..nn.holds import HoldsQuantized
 from ..nn.kinds import Kind, kind_of
 from ..nn.quantize import held_weight, quantize_
+from ..nn.quantized import QuantizedLinear, has_input_scale
 from ..nn.recipe import Recipe
 from ..nn.report import ConversionReport
 from ..rounding import global_scale_from_amax
@@ -32,6 +34,7 @@ __all__ = [
     "place_layers",
     "quantize_layers",
     "quantized_group",
+    "set_input_scales",
 ]
 
 #: The argument of ``from_pretrained`` that messages name.
@@ -163,6 +166,19 @@ def _check_read(name: str, weight: Tensor, expected: Expected | None) -> None:
         )
 
 
+def set_input_scales(model: Any, sources: Mapping[str, str], scales: Mapping[str, float]) -> None:
+    """Give linear layers the global scales of their activations, if the folder was calibrated.
+
+    ``sources``: layer -> name of its weight in the files.
+    """
+    for name, source in sources.items():
+        layer, scale = model.get_submodule(name), scales.get(source, INPUT_SCALE)
+        is_calibrated = isinstance(layer, QuantizedLinear) and scale != INPUT_SCALE
+        if is_calibrated and has_input_scale(layer.recipe):
+            device = layer.weight.device
+            layer.input_scale = torch.tensor(scale, dtype=torch.float32, device=device)
+
+
 def dequantize_layers(model: Any, dtype: torch.dtype | None) -> None:
     """Layers as they were before, with the values that their weights stand for."""
     for module in model.modules():
@@ -171,4 +187,5 @@ def dequantize_layers(model: Any, dtype: torch.dtype | None) -> None:
                 values = getattr(module, own).dequantize(dtype)
                 setattr(module, own, torch.nn.Parameter(values))
             del module.recipe
+            module._buffers.pop("input_scale", None)
             restore(module)

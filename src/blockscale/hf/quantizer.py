@@ -31,9 +31,10 @@ from .layers import (
     place_layers,
     quantize_layers,
     quantized_group,
+    set_input_scales,
 )
 from .operations import Assemble, Quantize, reading_parts
-from .plan import last_of, module_of, parameters_of, plan_of, recipes_of
+from .plan import ALONE, last_of, module_of, parameters_of, plan_of, recipes_of
 from .saving import written
 
 __all__ = ["BlockscaleQuantizer"]
@@ -60,6 +61,8 @@ class BlockscaleQuantizer(HfQuantizer):
         self.input_scales: dict[str, float] = {}
         #: Shape and axis of what layers hold.
         self.expected: dict[str, Expected] = {}
+        #: Layer -> name of its weight in the files.
+        self.sources: dict[str, str] = {}
         #: The model's own, for saving.
         self.conversions: list[Any] = []
 
@@ -129,6 +132,11 @@ class BlockscaleQuantizer(HfQuantizer):
         )
         quantize_layers(model, recipes)
         self.expected = expected_of(model)
+        self.sources = {
+            module_of(parameter): parts[ALONE][0].name
+            for parameter, parts in plan.items()
+            if ALONE in parts
+        }
         assemble = Assemble(plan, self.input_scales, self.transposed_stacks)
         return reading_parts(weight_conversions, plan, assemble)
 
@@ -192,6 +200,7 @@ class BlockscaleQuantizer(HfQuantizer):
                 "that share its global scale; leave it out by an override of None"
             )
         place_layers(model, self.expected)
+        set_input_scales(model, self.sources, self.input_scales)
         # a model is copied and pickled with this
         self.on_the_way, self.expected, self.descriptions = None, {}, {}
         used = [each for each in self.conversions if each.was_used()]

@@ -12,6 +12,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from ..checkpoint.saving import Written, written_as
 from ..nn.kinds import QUANTIZED
+from ..nn.quantized import QuantizedLinear
 from ..tensor import ScaledTensor
 from .config import BlockscaleConfig, convention_to_write
 
@@ -69,7 +70,11 @@ def written(
 def _by_files(model: Any, conversions: Sequence[Any]) -> dict[str, Tensor]:
     view = copy.copy(model)  # another thread may save it, too
     view._weight_conversions = list(conversions)
-    found: dict[str, Tensor] = revert_weight_conversion(view, model.state_dict())
+    state = model.state_dict()
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedLinear):
+            state.pop(f"{name}.input_scale", None)  # written from what the files had
+    found: dict[str, Tensor] = revert_weight_conversion(view, state)
     return found
 
 

@@ -82,10 +82,9 @@ def _why_not(layers: list[Any], used: Counter[int]) -> str:
         return "recipes, inputs or devices differ"
     if len({None if each.bias is None else each.bias.dtype for each in layers}) > 1:
         return "not all have a bias"
-    scales = [each.weight.global_scale for each in layers]
-    if scales[0] is not None and len({scale.item() for scale in scales}) > 1:
-        return "global scales differ"
-    return ""
+    scales = [(each.weight.global_scale, each.input_scale) for each in layers]
+    numbers = {tuple(None if x is None else x.item() for x in pair) for pair in scales}
+    return "global scales differ" if len(numbers) > 1 else ""
 
 
 def _fuse(parent: torch.nn.Module, names: tuple[str, ...]) -> None:
@@ -129,7 +128,8 @@ class FusedProjections(QuantizedLinear):
             left = waiting.left - {i}
             self.waiting = waiting._replace(left=left) if left else None
             return waiting.parts[i]
-        y = quantized_linear(x, self.weight, self.bias, recipe=self.recipe)
+        scale = self.input_scale
+        y = quantized_linear(x, self.weight, self.bias, recipe=self.recipe, input_scale=scale)
         parts = y.split(self.sizes, -1)
         self.waiting = _Waiting(x, version, parts, frozenset(range(len(parts))) - {i})
         return parts[i]

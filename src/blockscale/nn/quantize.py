@@ -19,6 +19,7 @@ from .held_experts import QuantizedExperts
 from .hf_experts import find_activation
 from .holds import check_held, own_global_scale
 from .kinds import CONVERTED, QUANTIZED, QUANTIZED_STACKS, Kind
+from .quantized import QuantizedLinear
 from .recipe import Recipe, check_inference_recipe, check_recipe
 from .report import ConversionReport, publish
 from .seeds import Stepping
@@ -133,6 +134,8 @@ def _become(layer: Layer, recipe: Recipe) -> None:
         if isinstance(module, Stepping):
             module.set_rounding(None, 0)
         become(module, kind.quantized)
+        if isinstance(module, QuantizedLinear):
+            module.register_buffer("input_scale", None)
     module.recipe = recipe  # type: ignore[assignment]
     module._place()  # type: ignore[operator]
     if isinstance(module, QuantizedExperts):

@@ -19,11 +19,22 @@ from .output_dtype import output_dtype
 from .passes import unflatten_rows
 from .recipe import Recipe, check_inference_recipe
 
-__all__ = ["QuantizedConv1D", "QuantizedLinear", "quantized_linear", "transposed_weight"]
+__all__ = [
+    "QuantizedConv1D",
+    "QuantizedLinear",
+    "has_input_scale",
+    "quantized_linear",
+    "transposed_weight",
+]
 
 
 def quantized_linear(
-    x: Tensor, weight: ScaledTensor, bias: Tensor | None = None, *, recipe: Recipe
+    x: Tensor,
+    weight: ScaledTensor,
+    bias: Tensor | None = None,
+    *,
+    recipe: Recipe,
+    input_scale: Tensor | None = None,
 ) -> Tensor:
     """``x @ weight.T + bias`` by a weight that is quantized already.
 
@@ -36,6 +47,8 @@ def quantized_linear(
             in fp32; kernels do that for bfloat16.
         weight: (N, K), blocked along axis -1, in the format that ``recipe`` names for weights.
         bias: (N,) or None.
+        input_scale: the global scale of activations, an fp32 number, where their format has one:
+            what a row gives does not depend on those beside it then. None: that of all of ``x``.
 
     Returns (..., N) in the dtype of ``x``, or that of torch.autocast where it is on. The gradient
     of ``x`` is ``grad @ weight.dequantize()``, summed in fp32; the weight has none.
@@ -47,10 +60,17 @@ def quantized_linear(
     check_inference_recipe(recipe)
     check_dtype("x", x)
     check_called({"weight": weight}, recipe, (x, bias), "blockscale.nn.linear")
+    if input_scale is not None and not has_input_scale(recipe):
+        raise ValueError(f"input_scale: activations of {recipe} have no global scale; leave it out")
     out_dtype = output_dtype(x)
     if out_dtype != x.dtype and recipe.weight_only:
         x = x.to(out_dtype)  # others are quantized from what they are
-    return _QuantizedLinear.apply(x, weight, bias, recipe, out_dtype)
+    return _QuantizedLinear.apply(x, weight, bias, recipe, out_dtype, input_scale)
+
+
+def has_input_scale(recipe: Recipe) -> bool:
+    """Whether activations have a global scale."""
+    return not recipe.weight_only and recipe.format_of("activations").has_global_scale
 
 
 class _QuantizedLinear(torch.autograd.Function):
@@ -62,10 +82,11 @@ class _QuantizedLinear(torch.autograd.Function):
         bias: Tensor | None,
         recipe: Recipe,
         out_dtype: torch.dtype,
+        input_scale: Tensor | None,
     ) -> Tensor:
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         if rows.shape[0]:
-            y = _multiply(rows, weight, bias, recipe, out_dtype)
+            y = _multiply(rows, weight, bias, recipe, out_dtype, input_scale)
         else:
             y = rows.new_empty(0, weight.shape[0], dtype=out_dtype)
         if ctx.needs_input_grad[0]:
@@ -84,7 +105,7 @@ class _QuantizedLinear(torch.autograd.Function):
             grad_x = reference.gemm(g, values, out_dtype=ctx.x_dtype).reshape(ctx.x_shape)
         if ctx.needs_input_grad[2]:
             grad_bias = g.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-        return grad_x, None, grad_bias, None, None
+        return grad_x, None, grad_bias, None, None, None
 
 
 def _multiply(
@@ -93,9 +114,11 @@ def _multiply(
     bias: Tensor | None,
     recipe: Recipe,
     out_dtype: torch.dtype,
+    input_scale: Tensor | None,
 ) -> Tensor:
     if not recipe.weight_only:
-        forms = quantize_forms(rows, recipe.operand("activations"), rows=True)
+        operand = recipe.operand("activations")
+        forms = quantize_forms(rows, operand, rows=True, global_scale=input_scale)
         assert forms.rows is not None
         return gemm(forms.rows, transposed_weight(weight), out_dtype, bias=bias)
     if rows.dtype == torch.bfloat16:
@@ -131,11 +154,14 @@ class QuantizedLinear(HoldsQuantized, torch.nn.Linear):
 
     ``weight`` is a parameter without gradient, a :class:`~blockscale.ScaledTensor`: state_dict,
     load_state_dict, ``.to(device)``, copies and pickles take it as a whole. A change of dtype
-    changes no byte of it. Raises TypeError or ValueError where the arguments do not fit.
+    changes no byte of it. ``input_scale`` is a buffer, None unless a folder that was calibrated had
+    one: the global scale of NVFP4 activations. Raises TypeError or ValueError where the arguments
+    do not fit.
     """
 
     weight: Any  # a ScaledTensor that is a parameter
     bias: Any
+    input_scale: Tensor | None
 
     def __init__(self, weight: ScaledTensor, bias: Tensor | None = None, *, recipe: Recipe) -> None:
         check_inference_recipe(recipe)
@@ -149,11 +175,26 @@ class QuantizedLinear(HoldsQuantized, torch.nn.Linear):
         if bias is not None and not isinstance(bias, torch.nn.Parameter):
             bias = torch.nn.Parameter(bias)
         self.register_parameter("bias", bias)
+        self.register_buffer("input_scale", None)
         self.recipe = recipe
         self._place()
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._buffers.setdefault("input_scale", None)  # of files that are older
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
+        """A folder's ``input_scale``, too, where activations are quantized with one."""
+        state_dict, self.input_scale = {**state_dict}, None
+        scale = state_dict.pop(f"{prefix}input_scale", None)
+        super()._load_from_state_dict(state_dict, prefix, *others)
+        if scale is not None and has_input_scale(self.recipe):
+            scale = scale.detach().to(self.weight.device, torch.float32)
+            self.input_scale = scale.reshape(()).clone()
+
     def forward(self, x: Tensor) -> Tensor:
-        return quantized_linear(x, self.weight, self.bias, recipe=self.recipe)
+        scale = self.input_scale
+        return quantized_linear(x, self.weight, self.bias, recipe=self.recipe, input_scale=scale)
 
 
 class QuantizedConv1D(HoldsQuantized):

@@ -9,12 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..gemm import gemm, grouped_gemm
-from ..nn.forms import quantize_forms
+from ..gemm import grouped_gemm
 from ..nn.gated import SWIGLU, GatedActivation, exact
 from ..nn.group_operands import Activated, Rows, Source
 from ..nn.layer_ops import recipe_of
-from ..nn.quantized import quantized_linear
+from ..nn.quantized import has_input_scale, quantized_linear
 from ..nn.quantized_experts import quantized_experts
 from ..nn.recipe import Recipe
 from ..ops.operand_layout import operand_layout
@@ -25,11 +24,6 @@ from .stored import Stored, number, of_parts
 from .weights import Experts, Weight
 
 __all__ = ["ServedExperts", "ServedLinear"]
-
-
-def _is_static(recipe: Recipe) -> bool:
-    """Whether activations have a global scale, which is then the checkpoint's."""
-    return not recipe.weight_only and recipe.format_of("activations").has_global_scale
 
 
 # --- linear layers --------------------------------------------------------------------------------
@@ -46,7 +40,7 @@ class ServedLinear(Stored):
     def __init__(self, weight: Weight, recipe: Recipe) -> None:
         super().__init__(weight.q)
         self.recipe = recipe
-        self.input_scale = number(weight.input_scale if _is_static(recipe) else None)
+        self.input_scale = number(weight.input_scale if has_input_scale(recipe) else None)
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         stored = self.codes, self.scales, self.global_scale, self.input_scale
@@ -74,15 +68,7 @@ def served_linear(
     """``x @ weight.T + bias`` by a weight as its parts, quantized as the text of a recipe says."""
     weight = of_parts(codes, scales, global_scale, format, layout, shape)
     how = recipe_of(recipe)
-    if input_scale is None:
-        return quantized_linear(x, weight, bias, recipe=how)
-    rows = x.reshape(-1, shape[1]).contiguous()
-    if not rows.shape[0]:
-        return x.new_empty(*x.shape[:-1], shape[0])
-    operand = how.operand("activations")
-    q = quantize_forms(rows, operand, rows=True, global_scale=input_scale).rows
-    assert q is not None
-    return gemm(q, weight.mT, x.dtype, bias=bias).view(*x.shape[:-1], shape[0])
+    return quantized_linear(x, weight, bias, recipe=how, input_scale=input_scale)
 
 
 # --- experts --------------------------------------------------------------------------------------
@@ -111,7 +97,7 @@ class ServedExperts(torch.nn.Module):
         self.up_bias, self.down_bias = number(up_bias), number(down_bias)
         self.up, self.down = Stored(experts.up), Stored(experts.down)
         self.gate = None if experts.gate is None else Stored(experts.gate)
-        static = _is_static(recipe)
+        static = has_input_scale(recipe)
         self.up_input_scale = number(experts.up_input_scale if static else None)
         self.down_input_scale = number(experts.down_input_scale if static else None)
 

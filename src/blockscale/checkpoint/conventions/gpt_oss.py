@@ -19,7 +19,7 @@ def _configure(scheme: Scheme) -> dict[str, Json]:
         if others := [layer for layer in layers if "experts" not in layer.split(".")]:
             raise ValueError(
                 f"format: gpt-oss has mxfp4 for stacks of experts alone, {others[0]!r} is none, "
-                "and readers would make it anew; leave it out (exclude), or choose another convention"
+                "and readers would make it anew; leave it out (exclude), or take another convention"
             )
     config = {"quant_method": "mxfp4", "modules_to_not_convert": list(scheme.left_alone)}
     return model_config(config)
