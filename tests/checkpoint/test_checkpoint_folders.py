@@ -420,3 +420,19 @@ def test_scalings_that_cannot_be(source: Path, tmp_path: Path):
         checkpoint.quantize_folder(source, tmp_path / "no", "mxfp8", scaling="search")
     with pytest.raises(ValueError, match="scaling: got 'ms_eden'; choose one of 'amax'"):
         checkpoint.quantize_folder(source, tmp_path / "no", "nvfp4", scaling="ms_eden")
+
+
+@pytest.mark.parametrize(
+    ("head", "other"),
+    [
+        ("cls.predictions.decoder", "cls.predictions.bias"),
+        ("lm_head.decoder", "lm_head.dense.weight"),
+    ],
+)
+def test_tied_heads_are_left_alone(tmp_path, head, other):
+    """They have no tensor in the file, and readers would look for their scales."""
+    state = {"layer.weight": torch.randn(64, 64), other: torch.randn(64)}
+    source = folders.make(tmp_path / "in", state)
+    checkpoint.quantize_folder(source, tmp_path / "out", "mxfp8", "compressed-tensors")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert head in config["quantization_config"]["ignore"]

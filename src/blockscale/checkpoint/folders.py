@@ -31,10 +31,18 @@ _CONFIGS = (CONFIG, "hf_quant_config.json")
 MANIFEST = "blockscale.manifest.json"
 
 
+#: Output heads that models tie to their embedding, by a tensor that those have which have them.
+_TIED_HEADS = {
+    "cls.predictions.decoder": "cls.predictions.bias",  # of BERT
+    "lm_head.decoder": "lm_head.dense.weight",  # of RoBERTa
+    "proj_out": "model.encoder.conv1.weight",  # of Whisper
+}
+
+
 def layer_names(files: Files, tensors: Collection[str]) -> tuple[str, ...]:
     """Layers of these matrices, modules of these stacks of experts, and the output head by its
-    usual name: it may have no tensor of its own."""
-    found = []
+    usual names: it may have no tensor of its own."""
+    found = [head for head, other in _TIED_HEADS.items() if other in files.tensors]
     for name, tensor in files.tensors.items():
         layer, _, part = name.rpartition(".")
         is_matrix = layer and part == "weight" and len(tensor.shape) > 1
