@@ -57,9 +57,9 @@ def plan_of(
     Those that the model does not have are left out: transformers names them. Raises ValueError
     where it would make parameters anew in their place.
     """
-    plan, lost = Plan(), list[str]()
+    plan, lost, names = Plan(), list[str](), _Names(model, conversions)
     for name in sorted(descriptions, key=dot_natural_key):
-        found = _follow(model, name, conversions)
+        found = names.follow(name)
         if found is None:
             lost.append(name)
             continue
@@ -96,8 +96,9 @@ def _in_block(name: str) -> str:
 
 def parameters_of(model: Any, names: Iterable[str], conversions: Sequence[Any]) -> Iterator[str]:
     """The parameters that tensors of files become."""
+    follow = _Names(model, conversions).follow
     for name in names:
-        found = _follow(model, name, conversions)
+        found = follow(name)
         yield from found.parameters if found is not None else ()
 
 
@@ -109,23 +110,33 @@ class _Followed(NamedTuple):
     renamed: str
 
 
-def _follow(model: Any, name: str, conversions: Sequence[Any]) -> _Followed | None:
-    """By transformers' own rules; ``conversions`` are those of the model, which may stack, join and
-    cut tensors. None where the model has no such parameter."""
-    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
-    converters = [each for each in conversions if isinstance(each, WeightConverter)]
-    prefix, state = model.base_model_prefix, model.state_dict()
-    rules: tuple[tuple[list[Any], list[Any]], ...] = ((renamings, converters), ([], []))
-    for mine, others in rules:
-        parameter, pattern = rename_source_key(name, mine, others, prefix, state)
-        if parameter in state:
-            targets = [parameter]
-            for each in others:
-                if pattern in each.source_patterns:
-                    first, *more = each.target_patterns
-                    targets += [parameter.replace(first, other, 1) for other in more]
-            return _Followed(tuple(targets), pattern or ALONE, apply_renamings(name, mine))
-    return None
+class _Names:
+    """Follows names of files to parameters, by transformers' own rules.
+
+    ``conversions`` are those of the model, which may stack, join and cut tensors.
+    """
+
+    def __init__(self, model: Any, conversions: Sequence[Any]) -> None:
+        self.renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
+        self.converters = [each for each in conversions if isinstance(each, WeightConverter)]
+        self.prefix, self.state = model.base_model_prefix, model.state_dict()
+
+    def follow(self, name: str) -> _Followed | None:
+        """None where the model has no such parameter."""
+        rules: Any = (self.renamings, self.converters), ([], [])
+        for renamings, converters in rules:
+            parameter, pattern = rename_source_key(
+                name, renamings, converters, self.prefix, self.state
+            )
+            if parameter in self.state:
+                targets = [parameter]
+                for each in converters:
+                    if pattern in each.source_patterns:
+                        first, *more = each.target_patterns
+                        targets += [parameter.replace(first, other, 1) for other in more]
+                renamed = apply_renamings(name, renamings)
+                return _Followed(tuple(targets), pattern or ALONE, renamed)
+        return None
 
 
 def last_of(parameter: str) -> str:
