@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..checkpoint.conventions import Convention
-from ..checkpoint.conventions.convention import AS_THEY_ARE, activations_of
+from ..checkpoint.conventions.convention import AS_THEY_ARE, KV_CACHE_KEYS, activations_of
 from ..formats import formats
 from ..nn.recipe import Recipe
 
@@ -59,8 +59,8 @@ def kv_cache_scheme_of(quantization: Json) -> Json | None:
 
     Raises ValueError for another scheme than FP8 with a scale for each tensor.
     """
-    given = quantization.get("kv_cache_scheme") or quantization.get("kv_cache_quant_algo")
-    if not given:
+    given = next((told for key in KV_CACHE_KEYS if (told := quantization.get(key))), None)
+    if given is None:
         return None
     if isinstance(given, str) and given.upper() == "FP8":
         return {"type": "float", "num_bits": 8, "dynamic": False}
