@@ -15,7 +15,7 @@ from vllm.model_executor.layers.quantization.base_config import (
 from ..checkpoint.conventions import Convention
 from ..checkpoint.files import Files
 from ..checkpoint.header import METADATA, Stored
-from ..checkpoint.reading import convention_of, described_by, descriptions_of
+from ..checkpoint.reading import convention_of, descriptions_of, descriptions_of_tensors
 from ..nn.quantized import has_input_scale
 from ..nn.recipe import Recipe
 from . import METHOD
@@ -82,7 +82,7 @@ class BlockscaleConfig(QuantizationConfig):
                 found, tensors = descriptions_of(files, about, "model"), files.tensors
         else:
             tensors = _tensors_on_a_hub(model_name, convention, revision)
-            found = described_by(tensors, about, "model")
+            found = descriptions_of_tensors(tensors, about, "model")
         self.table = Table.of(found, tensors)
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
