@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
+import pytest
+
 import blockscale
 
 ROOT = Path(blockscale.__file__).parent
@@ -124,8 +126,13 @@ def test_names_of_modules_of_tests_are_unique():
     assert [name for name, count in names.items() if count > 1] == []
 
 
-def test_distributed_says_what_each_file_does():
-    folder = ROOT / "distributed"
+#: Packages that say which file does what, and how they mark names of files.
+MAPS = {"distributed": r"``(\w+)``", "hf": r"^ {4}(\w+)  ", "vllm": r"^ {4}(\w+)  "}
+
+
+@pytest.mark.parametrize("package", MAPS)
+def test_says_what_each_file_does(package):
+    folder = ROOT / package
     told = ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8")))
     files = {path.stem for path in folder.glob("*.py")} - {"__init__"}
-    assert set(re.findall(r"``(\w+)``", told or "")) == files
+    assert set(re.findall(MAPS[package], told or "", re.MULTILINE)) == files

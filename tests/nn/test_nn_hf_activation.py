@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import blockscale as bs
 from blockscale.nn import GatedActivation
 from blockscale.nn.hf_activation import activation_of
-from blockscale.nn.hf_experts import _PLAIN, run
+from blockscale.nn.hf_experts import _PLAIN, run_experts
 
 RECIPE = bs.Recipe("mxfp8")
 COUNT, H, I = 4, 64, 32  # noqa: E741
@@ -215,7 +215,7 @@ def test_layers_alike_are_compiled_once():
 
     class Layer(Marked):
         def forward(self, hidden_states: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-            return run(self, hidden_states, index, weights, RECIPE, _PLAIN)
+            return run_experts(self, hidden_states, index, weights, RECIPE, _PLAIN)
 
     torch._dynamo.reset()
     backend = Backend()

@@ -8,7 +8,7 @@ import pytest
 
 import blockscale as bs
 from blockscale.checkpoint.conventions import CONVENTIONS, Scheme
-from blockscale.vllm.schemes import activations_of, kv_cache_scheme_of, served_recipe
+from blockscale.vllm.schemes import kv_cache_scheme_of, served_activations, served_recipe
 
 
 def configured(convention: str, *formats: str, weight_only: bool = False) -> dict[str, Any]:
@@ -19,7 +19,7 @@ def configured(convention: str, *formats: str, weight_only: bool = False) -> dic
 
 
 def told(convention: str, quantization: dict[str, Any]) -> dict[str, str]:
-    return activations_of(quantization, CONVENTIONS[convention])
+    return served_activations(quantization, CONVENTIONS[convention])
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from ..checks import choose
 from ..formats import Format, get_format
 from ..fused_names import fused_with
 from .conventions import CONVENTIONS, Convention, Scheme
+from .conventions.convention import KV_CACHE_KEYS
 from .files import Files
 from .folders import layer_names, make_folder, read_config
 from .fused import GlobalScales
@@ -32,8 +33,6 @@ __all__ = ["HIGH_PRECISION", "convert_folder"]
 
 #: What ``to`` is for weights that are not quantized.
 HIGH_PRECISION = "bf16"
-#: Keys of a configuration that say how keys and values are quantized.
-_CACHE = ("kv_cache_scheme", "kv_cache_quant_algo")
 
 
 def convert_folder(
@@ -91,7 +90,7 @@ def convert_folder(
         plan = _Plan(
             *(files, found, convention, fmt, repair),
             weight_only=before is not None and before.is_weight_only(quantization),
-            has_cache=any(quantization.get(key) for key in _CACHE),
+            has_cache=any(quantization.get(key) for key in KV_CACHE_KEYS),
         )
         plan.check()
         return make_folder(

@@ -75,8 +75,9 @@ def describe(
 ) -> tuple[Description, dict[str, Tensor]]:
     """Description and stored parts of ``q``, its scales made compact.
 
-    ``storages``: of a convention. ``weight_only``: servers do not quantize its input. Raises
-    ValueError where the convention has no such tensor.
+    ``storages``: of a convention. ``weight_only``: servers do not quantize its input.
+    ``input_scale``: what they do that with, where the storage has a place for it. Raises ValueError
+    where the convention has no such tensor.
     """
     q, groups = q.to_layout("compact"), ""
     if q.offsets is not None:

@@ -14,7 +14,7 @@ from .header import Stored, show
 from .ours import KEY, read_descriptions
 from .storage import Description, Storage, part_names
 
-__all__ = ["convention_of", "described_by", "described_in_headers", "descriptions_of"]
+__all__ = ["convention_of", "described_in_headers", "descriptions_of", "descriptions_of_tensors"]
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 #: Names of what belongs to a quantized weight in some convention.
@@ -97,10 +97,11 @@ def descriptions_of(
     return found
 
 
-def described_by(
+def descriptions_of_tensors(
     tensors: Mapping[str, Stored], config: Mapping[str, Any], argument: str
 ) -> dict[str, Description]:
-    """The same of all tensors of a checkpoint, whose headers describe none: as of other programs.
+    """The same by convention alone, where no file is there to be read: ``tensors`` are all those of
+    a checkpoint, as a hub tells them.
 
     Raises ValueError as :func:`descriptions_of`.
     """

@@ -110,36 +110,53 @@ def _check_formats(convention: Convention, quantized: Mapping[str, ScaledTensor]
 def _check(
     convention: Convention, quantized: Mapping[str, ScaledTensor], weight_only: bool
 ) -> None:
-    formats, inexact = {q.format.name: name for name, q in quantized.items()}, False
+    """ValueError where a convention has not what there is."""
     _check_formats(convention, quantized)
-    always = () if weight_only and not convention.describes_itself else tuple(formats)
-    if missing := [each for each in formats if each not in (*always, *convention.weight_only)]:
+    if weight_only and not convention.describes_itself:
+        _check_weight_only(convention, quantized)
+    for name, q in quantized.items():
+        _check_dimensions(convention, name, q)
+    _warn_of_reciprocals(convention, quantized)
+    if convention.fuses:
+        _check_fused(convention, quantized)
+
+
+def _check_weight_only(convention: Convention, quantized: Mapping[str, ScaledTensor]) -> None:
+    formats = dict.fromkeys(q.format.name for q in quantized.values())
+    if missing := [each for each in formats if each not in convention.weight_only]:
         raise ValueError(
             f"convention: {convention.title} has no {missing[0]} with activations in high "
             "precision, and the model's recipe leaves them so; choose another convention"
         )
-    for name, q in quantized.items():
-        if q.dim() > 2 and not convention.stacks:
-            raise ValueError(
-                f"convention: {show(name)} is a stack of matrices, and {convention.title} has each "
-                "by itself; choose 'blockscale', or leave it in high precision"
-            )
-        if q.dim() == 2 and convention.transposed_stacks:
-            raise ValueError(
-                f"convention: {show(name)} is a matrix, and {convention.title} has stacks of "
-                "experts alone; choose 'blockscale', or leave it in high precision"
-            )
-        scalar = q.global_scale
-        if scalar is not None and convention.storages[q.format.name].divides:
-            inexact = inexact or bool((scalar.frexp().mantissa != 0.5).any())
-    if inexact:
+
+
+def _check_dimensions(convention: Convention, name: str, q: ScaledTensor) -> None:
+    if q.dim() > 2 and not convention.stacks:
+        raise ValueError(
+            f"convention: {show(name)} is a stack of matrices, and {convention.title} has each "
+            "by itself; choose 'blockscale', or leave it in high precision"
+        )
+    if q.dim() == 2 and convention.transposed_stacks:
+        raise ValueError(
+            f"convention: {show(name)} is a matrix, and {convention.title} has stacks of "
+            "experts alone; choose 'blockscale', or leave it in high precision"
+        )
+
+
+def _warn_of_reciprocals(convention: Convention, quantized: Mapping[str, ScaledTensor]) -> None:
+    divided = [q for q in quantized.values() if convention.storages[q.format.name].divides]
+    scales = [q.global_scale for q in divided if q.global_scale is not None]
+    if any((scale.frexp().mantissa != 0.5).any() for scale in scales):
         warnings.warn(
             f"convention: {convention.title} stores reciprocals of global scales, and some of this "
             "model are no powers of two: values may move by a unit of fp32",
             UserWarning,
-            stacklevel=3,
+            stacklevel=4,  # of written_as's caller
         )
-    for name in quantized if convention.fuses else ():
+
+
+def _check_fused(convention: Convention, quantized: Mapping[str, ScaledTensor]) -> None:
+    for name in quantized:
         group = [quantized[each] for each in fused_with(name) if each in quantized]
         found = [q.global_scale for q in group if q.global_scale is not None]
         scales = {tuple(scale.flatten().tolist()) for scale in found}

@@ -9,13 +9,16 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..checkpoint.conventions import CONVENTIONS
 from ..checkpoint.conventions.convention import activations_of
+from ..checkpoint.conventions.own import BLOCKSCALE
 from ..checkpoint.reading import convention_of
 from ..checks import choose
 from ..nn.recipe import Recipe, check_recipe
 
-__all__ = ["METHOD", "BlockscaleConfig"]
+__all__ = ["FOLDER", "METHOD", "BlockscaleConfig", "convention_to_write", "is_ours"]
 
 METHOD = "blockscale"
+#: The argument of ``from_pretrained`` that messages name.
+FOLDER = "pretrained_model_name_or_path"
 
 
 class BlockscaleConfig(QuantizationConfigMixin):
@@ -89,4 +92,4 @@ def convention_to_write(config: BlockscaleConfig, model_type: str | None) -> str
     found = convention_of(
         {"quantization_config": config.stored or None, "model_type": model_type}, "model"
     )
-    return METHOD if found is None else found.name
+    return BLOCKSCALE.name if found is None else found.name

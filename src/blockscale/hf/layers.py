@@ -23,10 +23,10 @@ from ..nn.recipe import Recipe
 from ..nn.report import ConversionReport
 from ..rounding import global_scale_from_amax
 from ..tensor import ScaledTensor
+from .config import FOLDER
 from .plan import last_of, module_of
 
 __all__ = [
-    "FOLDER",
     "Expected",
     "dequantize_layers",
     "expected_of",
@@ -36,9 +36,6 @@ __all__ = [
     "quantized_group",
     "set_input_scales",
 ]
-
-#: The argument of ``from_pretrained`` that messages name.
-FOLDER = "pretrained_model_name_or_path"
 
 
 def layers_without(model: Any, read: Collection[str]) -> Iterator[str]:

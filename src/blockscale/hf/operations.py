@@ -54,7 +54,7 @@ class Assemble(ConversionOps):
             return {name: [self._cast(t) for t in found] for name, found in input_dict.items()}
         if ALONE in planned:
             (source,) = planned[ALONE]
-            read = {part: input_dict[role_of(part)][0] for part in source.description.parts}
+            read = {part: input_dict[_role_of(part)][0] for part in source.description.parts}
             return {full_layer_name: [self._assembled(source, read)]}
         # lists of parts have the order of what is planned
         left = {pattern: iter(found) for pattern, found in input_dict.items()}
@@ -124,7 +124,7 @@ class Quantize(ConversionOps):
         return out
 
 
-def role_of(part: str) -> str:
+def _role_of(part: str) -> str:
     """The pattern that a part has which needs no converter of the model."""
     return f"blockscale_{part}"
 
@@ -132,7 +132,7 @@ def role_of(part: str) -> str:
 class Parts(WeightConverter):
     """Brings the parts of a tensor together, by their names alone.
 
-    ``known``: name of a part, after renaming -> that of the tensor, and :func:`role_of` the part.
+    ``known``: name of a part, after renaming -> that of the tensor, and the role of the part.
     """
 
     __slots__ = ("known",)
@@ -162,7 +162,7 @@ def reading_parts(conversions: Sequence[Any], plan: Plan, assemble: Assemble) ->
                     stacked.setdefault(pattern, set()).update(description.names(pattern).values())
                     continue
                 for part, stored in description.names(name).items():
-                    known[apply_renamings(stored, renamings)] = renamed, role_of(part)
+                    known[apply_renamings(stored, renamings)] = renamed, _role_of(part)
     read = [_stacking_parts(each, stacked, assemble) for each in conversions]
     # before the model's own, whose patterns may have such names in them
     return [Parts(known, assemble), *read] if known else read

@@ -21,9 +21,8 @@ from ..fused_names import fused_with
 from ..nn.quantize import quantize_
 from ..nn.recipe import Recipe
 from ..tensor import ScaledTensor
-from .config import BlockscaleConfig, convention_to_write
+from .config import FOLDER, BlockscaleConfig, convention_to_write
 from .layers import (
-    FOLDER,
     Expected,
     dequantize_layers,
     expected_of,
@@ -34,7 +33,8 @@ from .layers import (
     set_input_scales,
 )
 from .operations import Assemble, Quantize, reading_parts
-from .plan import ALONE, last_of, module_of, parameters_of, plan_of, recipes_of
+from .plan import ALONE, last_of, module_of, parameters_of, plan_of
+from .recipes import recipes_of
 from .saving import written
 
 __all__ = ["BlockscaleQuantizer"]

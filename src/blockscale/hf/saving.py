@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
+from ..checkpoint.conventions.convention import KV_CACHE_KEYS
 from ..checkpoint.saving import Written, written_as
 from ..nn.kinds import QUANTIZED
 from ..nn.quantized import QuantizedLinear
@@ -17,9 +18,6 @@ from ..tensor import ScaledTensor
 from .config import BlockscaleConfig, convention_to_write
 
 __all__ = ["written"]
-
-#: What configurations say of scales of keys and values, which are not kept.
-_CACHES = "kv_cache_scheme", "kv_cache_quant_algo"
 
 
 def written(
@@ -62,7 +60,7 @@ def written(
     if config.convention is None and config.recipe is None and config.stored:
         # what the folder said, in its own words; of keys and values no scales are here
         quantization = {**config.stored}
-        quantization |= {key: None for key in _CACHES if quantization.get(key) is not None}
+        quantization |= {key: None for key in KV_CACHE_KEYS if quantization.get(key) is not None}
         made = made._replace(config={**made.config, "quantization_config": quantization})
     return made
 

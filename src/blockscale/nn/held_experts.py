@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ..routing import Routing
-from .hf_experts import Steps, run, stack_names
+from .hf_experts import Steps, find_activation, run_experts, stack_names
 from .holds import HoldsQuantized
 from .quantized_experts import quantized_experts, quantized_grouped_linear
 
@@ -31,8 +31,12 @@ class QuantizedExperts(HoldsQuantized):
     def held(module: Any) -> Mapping[str, int]:
         return dict.fromkeys(stack_names(module), -2 if module.is_transposed else -1)
 
+    def _begin_holding(self) -> None:
+        super()._begin_holding()
+        find_activation(self)
+
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        return run(self, hidden_states, top_k_index, top_k_weights, self.recipe, _HELD)
+        return run_experts(self, hidden_states, top_k_index, top_k_weights, self.recipe, _HELD)
 
 
 class QuantizedGatedExperts(HoldsQuantized):

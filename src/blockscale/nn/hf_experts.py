@@ -28,7 +28,7 @@ __all__ = [
     "find_activation",
     "is_experts",
     "register_experts",
-    "run",
+    "run_experts",
     "stack_names",
 ]
 
@@ -42,7 +42,7 @@ class Experts(ForgetsWeights, Unscripted, torch.nn.Module):
     recipe: Recipe
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        return run(self, hidden_states, top_k_index, top_k_weights, self.recipe, _PLAIN)
+        return run_experts(self, hidden_states, top_k_index, top_k_weights, self.recipe, _PLAIN)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={self.recipe}".removeprefix(", ")
@@ -80,7 +80,7 @@ def register_experts(recipe: Recipe = Recipe()) -> None:  # noqa: B008 - a froze
         ) from why
 
     def forward(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        return run(module, hidden, index, weights, recipe, _PLAIN)
+        return run_experts(module, hidden, index, weights, recipe, _PLAIN)
 
     functions.register(_NAME, forward)
 
@@ -103,7 +103,7 @@ class Steps(NamedTuple):
     linear: Callable[[Tensor, Any, Tensor, Tensor | None, Recipe, bool], Tensor]
 
 
-def run(
+def run_experts(
     module: Any, x: Tensor, index: Tensor, weights: Tensor, recipe: Recipe, steps: Steps
 ) -> Tensor:
     """What the module's experts give each token."""

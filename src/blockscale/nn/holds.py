@@ -38,6 +38,10 @@ class HoldsQuantized(Unscripted, torch.nn.Module):
         self._place()
         return self
 
+    def _begin_holding(self) -> None:
+        """What a layer needs that became one of these, with its weights and recipe."""
+        self._place()
+
     def _place(self) -> None:
         """Weights as the kernels of their device read them."""
         for name in self.held(self):

@@ -15,11 +15,8 @@ from .attention import set_fast_paths
 from .class_change import become
 from .forms import quantize_forms
 from .group_checks import check_inference_recipe_of_groups
-from .held_experts import QuantizedExperts
-from .hf_experts import find_activation
 from .holds import check_held, own_global_scale
 from .kinds import CONVERTED, QUANTIZED, QUANTIZED_STACKS, Kind
-from .quantized import QuantizedLinear
 from .recipe import Recipe, check_inference_recipe, check_recipe
 from .report import ConversionReport, publish
 from .seeds import Stepping
@@ -134,12 +131,8 @@ def _become(layer: Layer, recipe: Recipe) -> None:
         if isinstance(module, Stepping):
             module.set_rounding(None, 0)
         become(module, kind.quantized)
-        if isinstance(module, QuantizedLinear):
-            module.register_buffer("input_scale", None)
     module.recipe = recipe  # type: ignore[assignment]
-    module._place()  # type: ignore[operator]
-    if isinstance(module, QuantizedExperts):
-        find_activation(module)
+    module._begin_holding()  # type: ignore[operator]
 
 
 def _obstacle(kind: Kind, module: torch.nn.Module) -> str:

@@ -175,9 +175,13 @@ class QuantizedLinear(HoldsQuantized, torch.nn.Linear):
         if bias is not None and not isinstance(bias, torch.nn.Parameter):
             bias = torch.nn.Parameter(bias)
         self.register_parameter("bias", bias)
-        self.register_buffer("input_scale", None)
         self.recipe = recipe
-        self._place()
+        self._begin_holding()
+
+    def _begin_holding(self) -> None:
+        if "input_scale" not in self._buffers:
+            self.register_buffer("input_scale", None)
+        super()._begin_holding()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

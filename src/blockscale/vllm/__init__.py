@@ -4,17 +4,20 @@ vLLM finds :func:`register` by the entry point ``vllm.general_plugins`` and call
 processes; blockscale itself never imports this package. What knows nothing of vLLM is in modules of
 its own, and tested without it::
 
-    schemes   what becomes of activations, as config.json says it
-    table     which layers of a checkpoint are quantized, as its files say it
-    weights   the parameters of a layer, and the ScaledTensor that is made of them
-    stored    a ScaledTensor as plain parameters
-    served    linear layers and experts, which multiply by what is stored
-    device    whether a device has the kernels
-    limits    what layers do not do
-    config    vLLM's configuration of a checkpoint
-    methods   which layer is run by what
-    linear    vLLM's method of linear layers
-    experts   vLLM's method of experts
+    schemes        what becomes of activations, as config.json says it
+    table          which layers of a checkpoint are quantized, as its files say it
+    weights        the parameters of a layer, and the ScaledTensor that is made of them
+    weight_module  a ScaledTensor as plain parameters of a module
+    served         linear layers and experts, which multiply by such modules' weights
+    device         whether a device has the kernels
+    limits         what layers do not do
+
+What is vLLM's::
+
+    config         its configuration of a checkpoint
+    methods        which layer is run by what
+    linear         its method of linear layers
+    experts        its method of experts
 """
 
 __all__ = ["METHOD", "register"]

@@ -15,10 +15,11 @@ from vllm.model_executor.layers.quantization.base_config import (
 from ..checkpoint.conventions import Convention
 from ..checkpoint.files import Files
 from ..checkpoint.header import METADATA, Stored
-from ..checkpoint.reading import convention_of, described_by, descriptions_of
+from ..checkpoint.reading import convention_of, descriptions_of, descriptions_of_tensors
+from ..nn.quantized import has_input_scale
 from ..nn.recipe import Recipe
 from . import METHOD
-from .schemes import activations_of, kv_cache_scheme_of, served_recipe
+from .schemes import kv_cache_scheme_of, served_activations, served_recipe
 from .table import Table
 from .weights import Kind
 
@@ -75,13 +76,13 @@ class BlockscaleConfig(QuantizationConfig):
         about = {} if hf_config is None else hf_config.to_dict()
         about["quantization_config"] = _as_written(self.quantization)
         convention = _convention(about)
-        self.activations = activations_of(self.quantization or {}, convention)
+        self.activations = served_activations(self.quantization or {}, convention)
         if Path(model_name).is_dir():
             with Files(model_name, "model") as files:
                 found, tensors = descriptions_of(files, about, "model"), files.tensors
         else:
             tensors = _tensors_on_a_hub(model_name, convention, revision)
-            found = described_by(tensors, about, "model")
+            found = descriptions_of_tensors(tensors, about, "model")
         self.table = Table.of(found, tensors)
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
@@ -97,8 +98,7 @@ class BlockscaleConfig(QuantizationConfig):
                 "quantization='blockscale'"
             )
         recipe = served_recipe(kind.format_name, self.activations[kind.format_name])
-        needs = not recipe.weight_only and recipe.format_of("activations").has_global_scale
-        if needs and "input_scale" not in kind.places:
+        if has_input_scale(recipe) and "input_scale" not in kind.places:
             raise ValueError(
                 f"{layer}: its activations are quantized to {self.activations[kind.format_name]}, "
                 "and the checkpoint has no global scale for them (input_scale); add one by "

@@ -15,6 +15,7 @@ from ..nn.gated import SWIGLU, GatedActivation
 from .device import check_device
 from .limits import check_experts
 from .served import ServedExperts
+from .weight_module import take
 from .weights import Kind, Slot, assemble_experts
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class BlockscaleMoEMethod(FusedMoEMethodBase):
     @property
     def names(self) -> Mapping[str, str]:
         """Part -> how its parameters' names end."""
-        return {part: place.of("weight") for part, place in self.kind.places.items()}
+        return self.kind.names
 
     def _attributes(self, layer: Any, slot: Slot, given: Mapping[str, Any]) -> dict[str, Any]:
         """What vLLM's loaders ask a parameter for."""
@@ -85,10 +86,10 @@ class BlockscaleMoEMethod(FusedMoEMethodBase):
     def process_weights_after_loading(self, layer: Any) -> None:
         self.config.check_claimed()
         up, down = (
-            {part: _taken(layer, f"{stack}_{name}") for part, name in self.names.items()}
+            {part: take(layer, f"{stack}_{name}") for part, name in self.names.items()}
             for stack in ("w13", "w2")
         )
-        biases = [_taken(layer, f"{stack}_bias") for stack in ("w13", "w2") if self.has_bias]
+        biases = [take(layer, f"{stack}_bias") for stack in ("w13", "w2") if self.has_bias]
         if any(each.isnan().any() for each in biases):
             raise ValueError(
                 f"{self.prefix}: its biases were not read from the checkpoint, all of them, or "
@@ -120,17 +121,14 @@ class GptOssMoEMethod(BlockscaleMoEMethod):
     activation = GatedActivation(alpha=1.702, limit=7.0, shift=1.0, interleaved=True)
     of_vllm = "swigluoai"
     has_bias = True
-    names = {"data": "weight", "scale": "weight_scale"}  # noqa: RUF012
+
+    @property
+    def names(self) -> Mapping[str, str]:
+        """As its loader calls them."""
+        return {"data": "weight", "scale": "weight_scale"}
 
     def _attributes(self, layer: Any, slot: Slot, given: Mapping[str, Any]) -> dict[str, Any]:
         return {"weight_loader": _copy}
-
-
-def _taken(layer: Any, name: str) -> Tensor:
-    """A parameter, which the layer has no more."""
-    parameter = getattr(layer, name)
-    delattr(layer, name)
-    return parameter.data
 
 
 def _copy(param: torch.nn.Parameter, loaded_weight: Tensor, **_: Any) -> None:

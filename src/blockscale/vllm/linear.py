@@ -19,6 +19,7 @@ from vllm.model_executor.utils import set_weight_attrs
 
 from .device import check_device
 from .served import ServedLinear
+from .weight_module import take
 from .weights import Kind, Slot, assemble
 
 if TYPE_CHECKING:
@@ -60,10 +61,7 @@ class BlockscaleLinearMethod(LinearMethodBase):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         self.config.check_claimed()
-        names = {part: place.of("weight") for part, place in self.kind.places.items()}
-        taken = {part: getattr(layer, name).data for part, name in names.items()}
-        for name in names.values():
-            delattr(layer, name)
+        taken = {part: take(layer, name) for part, name in self.kind.names.items()}
         weights = assemble(self.kind, taken, layer.output_partition_sizes, self.prefix)
         layer.served = torch.nn.ModuleList(ServedLinear(each, self.recipe) for each in weights)
 

@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..checkpoint.conventions import Convention
-from ..checkpoint.conventions import convention as conventions
-from ..checkpoint.conventions.convention import AS_THEY_ARE
+from ..checkpoint.conventions.convention import AS_THEY_ARE, KV_CACHE_KEYS, activations_of
 from ..formats import formats
 from ..nn.recipe import Recipe
 
-__all__ = ["SERVED", "activations_of", "kv_cache_scheme_of", "served_recipe"]
+__all__ = ["SERVED", "kv_cache_scheme_of", "served_activations", "served_recipe"]
 
 Json = Mapping[str, Any]
 
@@ -21,16 +20,16 @@ SERVED = ("mxfp8", "mxfp4", "nvfp4")
 _WITHOUT = "serve it without quantization='blockscale', by vLLM's own kernels"
 
 
-def activations_of(quantization: Json, convention: Convention) -> dict[str, str]:
-    """Format of weights -> what their activations are quantized to, "bfloat16" for not at all.
+def served_activations(quantization: Json, convention: Convention) -> dict[str, str]:
+    """What a configuration says of activations, as :func:`activations_of` tells it.
 
-    >>> activations_of({"quant_algo": "W4A16_NVFP4"}, CONVENTIONS["modelopt"])
+    >>> served_activations({"quant_algo": "W4A16_NVFP4"}, CONVENTIONS["modelopt"])
     {'nvfp4': 'bfloat16'}
 
-    Raises ValueError for what cannot be done, or is not told.
+    Raises ValueError for what is not told, and for formats that are not served.
     """
     try:
-        found = conventions.activations_of(quantization, convention)
+        found = activations_of(quantization, convention)
     except ValueError as error:
         raise ValueError(f"{error}: {_WITHOUT}") from None
     for weights in found:
@@ -44,10 +43,10 @@ def activations_of(quantization: Json, convention: Convention) -> dict[str, str]
 
 def served_recipe(weights: str, activations: str) -> Recipe:
     """Of such products. ValueError where no kernel multiplies these."""
-    alike = activations == AS_THEY_ARE or (
+    is_served = activations == AS_THEY_ARE or (
         activations in SERVED and formats[activations].multiplies(formats[weights])
     )
-    if not alike:
+    if not is_served:
         raise ValueError(
             f"quantization: activations in {activations} are not multiplied by weights in "
             f"{weights}; {_WITHOUT}"
@@ -60,8 +59,8 @@ def kv_cache_scheme_of(quantization: Json) -> Json | None:
 
     Raises ValueError for another scheme than FP8 with a scale for each tensor.
     """
-    given = quantization.get("kv_cache_scheme") or quantization.get("kv_cache_quant_algo")
-    if not given:
+    given = next((told for key in KV_CACHE_KEYS if (told := quantization.get(key))), None)
+    if given is None:
         return None
     if isinstance(given, str) and given.upper() == "FP8":
         return {"type": "float", "num_bits": 8, "dynamic": False}

@@ -20,7 +20,7 @@ from ..ops.operand_layout import operand_layout
 from ..ops.operation import operation
 from ..routing import Routing, combine, route
 from ..tensor import ScaledTensor
-from .stored import Stored, number, of_parts
+from .weight_module import WeightModule, frozen, of_parts
 from .weights import Experts, Weight
 
 __all__ = ["ServedExperts", "ServedLinear"]
@@ -29,7 +29,7 @@ __all__ = ["ServedExperts", "ServedLinear"]
 # --- linear layers --------------------------------------------------------------------------------
 
 
-class ServedLinear(Stored):
+class ServedLinear(WeightModule):
     """A weight (N, K) that stays as it is, and ``x @ weight.T + bias``.
 
     >>> layer = ServedLinear(Weight(bs.quantize(torch.randn(256, 512), "mxfp8"), None), recipe)
@@ -40,7 +40,7 @@ class ServedLinear(Stored):
     def __init__(self, weight: Weight, recipe: Recipe) -> None:
         super().__init__(weight.q)
         self.recipe = recipe
-        self.input_scale = number(weight.input_scale if has_input_scale(recipe) else None)
+        self.input_scale = frozen(weight.input_scale if has_input_scale(recipe) else None)
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         stored = self.codes, self.scales, self.global_scale, self.input_scale
@@ -94,12 +94,12 @@ class ServedExperts(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.recipe, self.activation = recipe, activation
-        self.up_bias, self.down_bias = number(up_bias), number(down_bias)
-        self.up, self.down = Stored(experts.up), Stored(experts.down)
-        self.gate = None if experts.gate is None else Stored(experts.gate)
+        self.up_bias, self.down_bias = frozen(up_bias), frozen(down_bias)
+        self.up, self.down = WeightModule(experts.up), WeightModule(experts.down)
+        self.gate = None if experts.gate is None else WeightModule(experts.gate)
         static = has_input_scale(recipe)
-        self.up_input_scale = number(experts.up_input_scale if static else None)
-        self.down_input_scale = number(experts.down_input_scale if static else None)
+        self.up_input_scale = frozen(experts.up_input_scale if static else None)
+        self.down_input_scale = frozen(experts.down_input_scale if static else None)
 
     def forward(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
         routing = route(topk_ids, self.up.shape[0])

@@ -57,6 +57,11 @@ class Kind:
     def format(self) -> Format:
         return get_format(self.format_name)
 
+    @property
+    def names(self) -> dict[str, str]:
+        """Part -> how its name ends in the checkpoint, after that of the layer."""
+        return {part: place.of("weight") for part, place in self.places.items()}
+
     def slots(self, k: int, layer: str) -> Iterator[Slot]:
         """The parameters of a matrix of ``k`` columns. ValueError where blocks do not fit it."""
         size = self.format.block_size
@@ -66,10 +71,10 @@ class Kind:
                 f"{self.format_name}; choose another tensor_parallel_size"
             )
         shapes = parts_of(self.format, (1, k))
-        for part, place in self.places.items():
+        for part, name in self.names.items():
             shape = shapes[part][1]
             columns = shape[-1] if shape else None
-            yield Slot(part, place.of("weight"), self.dtypes[part], columns)
+            yield Slot(part, name, self.dtypes[part], columns)
 
     def poison(self, part: str, x: Tensor) -> None:
         """Fill a parameter with what no checkpoint has."""
@@ -190,7 +195,7 @@ def _check_written(kind: Kind, part: str, pieces: Iterable[Tensor], layer: str) 
     """ValueError where one of the pieces of a parameter is what it was filled with."""
     if any(kind.is_unwritten(part, each) for each in pieces):
         raise ValueError(
-            f"{layer}: {kind.places[part].of('weight')} was not read from the checkpoint, all of "
+            f"{layer}: {kind.names[part]} was not read from the checkpoint, all of "
             "it, or has NaN in it; fetch the checkpoint again, or serve it without "
             "quantization='blockscale'"
         )

@@ -12,6 +12,7 @@ from .caveats import Made, no_caveats
 __all__ = [
     "AS_THEY_ARE",
     "CONFIG",
+    "KV_CACHE_KEYS",
     "Convention",
     "Pair",
     "Scheme",
@@ -23,6 +24,8 @@ Json = Mapping[str, Any]
 
 #: The file of a folder that says what the model is.
 CONFIG = "config.json"
+#: Keys of a ``quantization_config`` that say how keys and values are quantized.
+KV_CACHE_KEYS = "kv_cache_scheme", "kv_cache_quant_algo"
 #: Activations that are not quantized.
 AS_THEY_ARE = "bfloat16"
 #: Of formats: of weights, and of activations.

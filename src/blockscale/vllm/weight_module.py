@@ -1,6 +1,8 @@
-"""A quantized tensor as plain parameters of a module: what vLLM moves, counts and frees."""
+"""A quantized weight as plain parameters of a module: what vLLM moves, counts and frees."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,14 +12,14 @@ from ..memory import as_bytes
 from ..ops.operand_layout import operand_layout
 from ..tensor import ScaledTensor
 
-__all__ = ["Stored", "number", "of_parts"]
+__all__ = ["WeightModule", "frozen", "of_parts", "take"]
 
 
-class Stored(torch.nn.Module):
+class WeightModule(torch.nn.Module):
     """The parts of a :class:`~blockscale.ScaledTensor`, scales as its device's kernels read them.
 
-    >>> stored = Stored(bs.quantize(torch.randn(256, 512), "mxfp8"))
-    >>> stored.weight
+    >>> module = WeightModule(bs.quantize(torch.randn(256, 512), "mxfp8"))
+    >>> module.weight
     ScaledTensor(mxfp8, shape=(256, 512), axis=-1, layout=compact, dtype=torch.bfloat16, device=cpu)
     """
 
@@ -28,7 +30,7 @@ class Stored(torch.nn.Module):
         self.format_name, self.layout_name, self.shape = q.format_name, q.layout_name, list(q.shape)
         self.codes = torch.nn.Parameter(as_bytes(q.qdata), requires_grad=False)
         self.scales = torch.nn.Parameter(q.qscale, requires_grad=False)
-        self.global_scale = number(q.global_scale)
+        self.global_scale = frozen(q.global_scale)
 
     @property
     def weight(self) -> ScaledTensor:
@@ -40,9 +42,17 @@ class Stored(torch.nn.Module):
         return f"{self.format_name}, shape={tuple(self.shape)}"
 
 
-def number(x: Tensor | None) -> torch.nn.Parameter | None:
-    """A parameter of one, or of one for each expert."""
+def frozen(x: Tensor | None) -> torch.nn.Parameter | None:
+    """A parameter without gradient; None, if there is none."""
     return None if x is None else torch.nn.Parameter(x.detach(), requires_grad=False)
+
+
+def take(layer: Any, name: str) -> Tensor:
+    """The values of a parameter, which the layer has no more."""
+    parameter = getattr(layer, name)
+    delattr(layer, name)
+    data: Tensor = parameter.data
+    return data
 
 
 def of_parts(
