@@ -89,6 +89,7 @@ def test_formats_of_others_stay_theirs(registered):
         {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}},
         {"quant_method": "fp8", "weight_block_size": [64, 64]},
         {"quant_method": "fp8"},
+        {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "static"},
         {"quant_method": "gptq", "bits": 4},
     ):
         found = AutoQuantizationConfig.from_dict(theirs)

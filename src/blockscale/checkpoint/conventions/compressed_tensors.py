@@ -131,7 +131,13 @@ def _activations(quantization: Json) -> Iterator[Pair]:
             raise ValueError(
                 f"quantization: {name} has output_activations, which are not quantized here"
             )
-        yield weights, AS_THEY_ARE if given is None else _float("input_activations", name, given)
+        activations = AS_THEY_ARE if given is None else _float("input_activations", name, given)
+        if given and given.get("dynamic") is False and not formats[activations].has_global_scale:
+            raise ValueError(
+                f"quantization: input_activations of {name} are not dynamic, and blocks of "
+                f"{activations} are scaled as they come here"
+            )
+        yield weights, activations
 
 
 def _float(what: str, group: str, given: Json) -> str:

@@ -61,6 +61,12 @@ def _activations(quantization: Json) -> Iterator[Pair]:
     size = quantization.get("weight_block_size")
     if size != [128, 128]:
         raise ValueError(f"quantization: weight_block_size is {size}; blockscale has [128, 128]")
+    scheme = quantization.get("activation_scheme", "dynamic")
+    if scheme != "dynamic":
+        raise ValueError(
+            f"quantization: activation_scheme is {scheme!r:.40}, one scale of a tensor; blockscale "
+            "has 'dynamic', scales of blocks"
+        )
     yield "fp8_128x128", "fp8_1x128"
 
 
