@@ -225,6 +225,8 @@ def test_every_op_is_checked_here():
     elsewhere = [*in_test_fused, *in_test_nn_layer_ops, *in_test_nn_gathered_ops]
     elsewhere += in_test_compiled_parallel
     elsewhere += ["gemm_quantize", "grouped_gemm_quantize"]
+    in_test_vllm_served = ["blockscale::served_linear"]  # which that imports first
+    names = [name for name in names if name not in in_test_vllm_served]
     assert sorted(names) == sorted(f"blockscale::{name}" for name in here + elsewhere)
 
 
