@@ -37,9 +37,7 @@ class BlockscaleConfig(QuantizationConfigMixin):
     Raises TypeError for a recipe that is none, ValueError for an unknown convention.
     """
 
-    def __init__(
-        self, recipe: Recipe | str | None = None, convention: str | None = None, **stored: Any
-    ) -> None:
+    def __init__(self, recipe: Recipe | str | None = None, convention: str | None = None) -> None:
         recipe = Recipe(recipe) if isinstance(recipe, str) else recipe
         if recipe is not None:
             check_recipe(recipe, knows_names=True)
@@ -48,7 +46,7 @@ class BlockscaleConfig(QuantizationConfigMixin):
         self.quant_method: Any = METHOD  # theirs is an enumeration of their own
         self.recipe, self.convention = recipe, convention
         #: What ``config.json`` says, or will say when the model is saved.
-        self.stored: dict[str, Any] = stored
+        self.stored: dict[str, Any] = {}
 
     @classmethod
     def from_dict(
