@@ -401,3 +401,25 @@ def test_calibrated_activations(plain, tmp_path):
     q = bs.quantize(torch.randn(64, 128), "mxfp8")
     with pytest.raises(ValueError, match=r"^input_scale: activations of Recipe\('mxfp8'\) have no"):
         bs.nn.quantized_linear(x, q, recipe=bs.Recipe("mxfp8"), input_scale=scale)
+
+
+def test_calibrated_experts(plain, tmp_path):
+    """A token's experts do not depend on the tokens beside it; all share the largest scale."""
+    folder = tmp_path / "in"
+    state = checkpoint.load_folder(plain("qwen3_moe"))
+    layers = [n.removesuffix(".weight") for n in state if n.endswith("_proj.weight")]
+    amax = {layer: 5.0 + i / 100 for i, layer in enumerate(layers)}
+    checkpoint.quantize_folder(plain("qwen3_moe"), folder, "nvfp4", "modelopt", activations=amax)
+    model = load(folder)
+    experts = model.model.layers[1].mlp.experts
+    of_down = max(v for n, v in amax.items() if ".experts." in n and n.endswith("down_proj"))
+    assert experts.down_input_scale.item() == pytest.approx(of_down / 2688)
+    whole = logits(model)
+    with torch.no_grad():
+        assert torch.equal(model(IDS[:1]).logits, whole[:1])
+        assert torch.equal(model(IDS[:, :4]).logits, whole[:, :4])
+    model.save_pretrained(tmp_path / "out")
+    assert torch.equal(logits(load(tmp_path / "out")), whole)
+    assert torch.equal(logits(pickle.loads(pickle.dumps(model))), whole)
+    assert not experts.state_dict().keys() & {"up_input_scale", "down_input_scale"}
+    assert not list(model.dequantize().model.layers[1].mlp.experts.buffers())

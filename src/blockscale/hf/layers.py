@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -15,10 +15,12 @@ from ..checkpoint.storage import Storage
 from ..formats import get_format
 from ..measure import amax
 from ..nn.class_change import restore
+from ..nn.held_experts import QuantizedExperts
+from ..nn.hf_activation import INPUT_SCALES
 from ..nn.holds import HoldsQuantized
 from ..nn.kinds import Kind, kind_of
 from ..nn.quantize import held_weight, quantize_
-from ..nn.quantized import QuantizedLinear, has_input_scale
+from ..nn.quantized import has_input_scale
 from ..nn.recipe import Recipe
 from ..nn.report import ConversionReport
 from ..rounding import global_scale_from_amax
@@ -163,17 +165,27 @@ def _check_read(name: str, weight: Tensor, expected: Expected | None) -> None:
         )
 
 
-def set_input_scales(model: Any, sources: Mapping[str, str], scales: Mapping[str, float]) -> None:
-    """Give linear layers the global scales of their activations, if the folder was calibrated.
+def set_input_scales(
+    model: Any, sources: Mapping[str, Sequence[str]], scales: Mapping[str, float]
+) -> None:
+    """Give layers the global scales of their activations, if the folder was calibrated. Experts
+    share the largest of theirs, as one launch quantizes the rows of all.
 
-    ``sources``: layer -> name of its weight in the files.
+    ``sources``: parameter -> names in the files of what it is made of.
     """
-    for name, source in sources.items():
-        layer, scale = model.get_submodule(name), scales.get(source, INPUT_SCALE)
-        is_calibrated = isinstance(layer, QuantizedLinear) and scale != INPUT_SCALE
-        if is_calibrated and has_input_scale(layer.recipe):
-            device = layer.weight.device
-            layer.input_scale = torch.tensor(scale, dtype=torch.float32, device=device)
+    for parameter, names in sources.items():
+        module = model.get_submodule(module_of(parameter))
+        found = [scales[name] for name in names if scales.get(name, INPUT_SCALE) != INPUT_SCALE]
+        if not found or not isinstance(module, HoldsQuantized):
+            continue
+        if not has_input_scale(module.recipe):
+            continue
+        own = "input_scale"
+        if isinstance(module, QuantizedExperts):
+            own = INPUT_SCALES[last_of(parameter) == "down_proj"]
+        if own in module._buffers:
+            device = getattr(module, last_of(parameter)).device
+            setattr(module, own, torch.tensor(max(found), dtype=torch.float32, device=device))
 
 
 def dequantize_layers(model: Any, dtype: torch.dtype | None) -> None:
@@ -184,5 +196,7 @@ def dequantize_layers(model: Any, dtype: torch.dtype | None) -> None:
                 values = getattr(module, own).dequantize(dtype)
                 setattr(module, own, torch.nn.Parameter(values))
             del module.recipe
-            module._buffers.pop("input_scale", None)
+            for name in ("input_scale", *INPUT_SCALES):
+                module._buffers.pop(name, None)
+                module._non_persistent_buffers_set.discard(name)
             restore(module)

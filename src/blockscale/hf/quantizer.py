@@ -33,7 +33,7 @@ from .layers import (
     set_input_scales,
 )
 from .operations import Assemble, Quantize, reading_parts
-from .plan import ALONE, last_of, module_of, parameters_of, plan_of
+from .plan import last_of, module_of, parameters_of, plan_of
 from .recipes import recipes_of
 from .saving import written
 
@@ -61,8 +61,8 @@ class BlockscaleQuantizer(HfQuantizer):
         self.input_scales: dict[str, float] = {}
         #: Shape and axis of what layers hold.
         self.expected: dict[str, Expected] = {}
-        #: Layer -> name of its weight in the files.
-        self.sources: dict[str, str] = {}
+        #: Parameter -> names in the files of what it is made of.
+        self.sources: dict[str, list[str]] = {}
         #: The model's own, for saving.
         self.conversions: list[Any] = []
 
@@ -133,9 +133,8 @@ class BlockscaleQuantizer(HfQuantizer):
         quantize_layers(model, recipes)
         self.expected = expected_of(model)
         self.sources = {
-            module_of(parameter): parts[ALONE][0].name
+            parameter: [source.name for found in parts.values() for source in found]
             for parameter, parts in plan.items()
-            if ALONE in parts
         }
         assemble = Assemble(plan, self.input_scales, self.transposed_stacks)
         return reading_parts(weight_conversions, plan, assemble)

@@ -26,6 +26,7 @@ __all__ = [
     "Operands",
     "QuantizeInputs",
     "Rows",
+    "Scaled",
     "Source",
     "operands",
 ]
@@ -102,6 +103,29 @@ class Rows:
         if len(axes) == 2:
             return quantize_both(x, format, **how), None
         return (quantize(x, format, axes[0], **how),), None
+
+
+@dataclass(slots=True)
+class Scaled:
+    """The same rows, quantized with this global scale."""
+
+    source: Source
+    global_scale: Tensor
+
+    @property
+    def device(self) -> torch.device:
+        return self.source.device
+
+    def inputs(self) -> QuantizeInputs | None:
+        return self.source.inputs()
+
+    def values(self) -> tuple[Tensor, Tensor | None]:
+        return self.source.values()
+
+    def quantize(
+        self, axes: tuple[int, ...], format: str, **how: Any
+    ) -> tuple[tuple[Any, ...], Tensor | None]:
+        return self.source.quantize(axes, format, **how, global_scale=self.global_scale)
 
 
 @dataclass(slots=True)

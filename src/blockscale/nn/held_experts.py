@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from ..routing import Routing
+from .hf_activation import INPUT_SCALES
 from .hf_experts import Steps, find_activation, run_experts, stack_names
 from .holds import HoldsQuantized
 from .quantized_experts import quantized_experts, quantized_grouped_linear
@@ -24,6 +26,7 @@ class QuantizedExperts(HoldsQuantized):
     ``gate_up_proj`` (``up_proj`` where there is no gate) and ``down_proj`` are parameters without
     gradients, of the shapes that they had: each is a :class:`~blockscale.ScaledTensor`, blocked
     along what products contract, which has a global scale for each expert where its format has one.
+    ``up_input_scale`` and ``down_input_scale`` are buffers, None unless a folder was calibrated.
     state_dict, load_state_dict, ``.to(device)``, copies and pickles take them as a whole.
     """
 
@@ -32,11 +35,17 @@ class QuantizedExperts(HoldsQuantized):
         return dict.fromkeys(stack_names(module), -2 if module.is_transposed else -1)
 
     def _begin_holding(self) -> None:
+        for name in INPUT_SCALES:
+            self.register_buffer(name, None, persistent=False)
         super()._begin_holding()
         find_activation(self)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        return run_experts(self, hidden_states, top_k_index, top_k_weights, self.recipe, _HELD)
+        steps = _HELD
+        if self.up_input_scale is not None:
+            scales: Any = {name: getattr(self, name) for name in INPUT_SCALES}
+            steps = steps._replace(experts=partial(quantized_experts, **scales))
+        return run_experts(self, hidden_states, top_k_index, top_k_weights, self.recipe, steps)
 
 
 class QuantizedGatedExperts(HoldsQuantized):

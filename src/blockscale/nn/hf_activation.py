@@ -17,13 +17,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .gated import GatedActivation
 
-__all__ = ["activation_of", "forget_activation"]
+__all__ = ["INPUT_SCALES", "activation_of", "forget_activation"]
 
 _KEPT = "_blockscale_activation"
 _ALPHAS = ("alpha", "swiglu_alpha")
 _LIMITS = ("limit", "swiglu_limit")
 _PARAMETERS = frozenset({"gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"})
 _MODULES = frozenset({"act_fn", "parametrizations"})
+#: Buffers of experts that hold quantized stacks: global scales of what both products read.
+INPUT_SCALES = "up_input_scale", "down_input_scale"
 #: What a module without values holds; transformers marks all modules of a model that it loads.
 _BARE = frozenset({*vars(torch.nn.Module()), "inplace", "_is_hf_initialized"})
 
@@ -76,7 +78,7 @@ def _is_known(module: Any, given: list[list[Any]]) -> bool:
         and not getattr(module, "has_post_expert_norm", False)
         and module._parameters.keys() <= _PARAMETERS
         and module._modules.keys() <= _MODULES
-        and not module._buffers
+        and module._buffers.keys() <= {*INPUT_SCALES}
         and (not isinstance(act, torch.nn.Module) or _is_bare(act))
         and all(each is None or isinstance(each, int | float) for each in given[0] + given[1])
     )

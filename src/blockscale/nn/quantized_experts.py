@@ -14,8 +14,9 @@ from .double_backward import refuse_double_backward
 from .experts_call import Call, ExpertsConfig
 from .gated import SWIGLU, GatedActivation, exact
 from .group_checks import ExpertParameters, check_held_experts
-from .group_operands import Activated, Rows, operands
+from .group_operands import Activated, Rows, Scaled, Source, operands
 from .output_dtype import output_dtype
+from .quantized import has_input_scale
 from .recipe import Recipe
 
 __all__ = ["quantized_experts", "quantized_grouped_linear"]
@@ -34,6 +35,8 @@ def quantized_experts(
     up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     transposed: bool = False,
+    up_input_scale: Tensor | None = None,
+    down_input_scale: Tensor | None = None,
 ) -> Tensor:
     """:func:`experts` by stacks of matrices that are quantized already.
 
@@ -58,6 +61,8 @@ def quantized_experts(
             global scales may be others.
         activation, up_bias, down_bias: as of :func:`experts`.
         transposed: ``up`` is (experts, H, 2I), ``down`` (experts, I, H), blocked along axis -2.
+        up_input_scale, down_input_scale: global scales of what both products read, fp32 numbers,
+            where activations have one, as of :func:`quantized_linear`. None: those of all rows.
 
     Returns (tokens, H) in the dtype of ``x``, or that of torch.autocast: the bits of
     :func:`experts` with the same recipe, if that quantizes its weights to these. On a GPU the host
@@ -71,6 +76,11 @@ def quantized_experts(
     """
     held = ExpertParameters(up, down, up_bias, down_bias, gate)
     check_held_experts(x, weights, routing, held, recipe, transposed, activation.interleaved)
+    scales = up_input_scale, down_input_scale
+    if scales != (None, None) and not has_input_scale(recipe):
+        raise ValueError(
+            f"up_input_scale: activations of {recipe} have no global scale; leave it out"
+        )
     routed = routing if isinstance(routing, Routing) else (None, None, routing, None)
     dtype = output_dtype(x)
     if recipe.weight_only:
@@ -83,7 +93,7 @@ def quantized_experts(
         None,
         torch.is_grad_enabled(),  # inside of autograd's function none is
     )
-    return _QuantizedExperts.apply(how, x, weights, *held, *routed)
+    return _QuantizedExperts.apply(how, *scales, x, weights, *held, *routed)
 
 
 def _recipe_of_rows(x: Tensor, weights: Tensor | None, recipe: Recipe) -> Recipe | None:
@@ -92,13 +102,26 @@ def _recipe_of_rows(x: Tensor, weights: Tensor | None, recipe: Recipe) -> Recipe
     return None if recipe.weight_only or not has_rows else recipe
 
 
+def _scaled(source: Source, global_scale: Tensor | None) -> Source:
+    return source if global_scale is None else Scaled(source, global_scale)
+
+
 class _QuantizedExperts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, how: ExpertsConfig, *tensors: Any) -> Tensor:
+    def forward(
+        ctx: Any,
+        how: ExpertsConfig,
+        up_input_scale: Tensor | None,
+        down_input_scale: Tensor | None,
+        *tensors: Any,
+    ) -> Tensor:
         call = Call.of(how, tensors)
         ctx.site = observing.site()
-        h = call.multiply(Rows(call.x, call.tokens), "up", dgrad=False)
-        y = call.multiply(Activated(how.activation, h), "down", dgrad=False)
+        rows = _scaled(Rows(call.x, call.tokens), up_input_scale)
+        h = call.multiply(rows, "up", dgrad=False)
+        y = call.multiply(
+            _scaled(Activated(how.activation, h), down_input_scale), "down", dgrad=False
+        )
         if how.grad_enabled and any(ctx.needs_input_grad):
             # of weights themselves the layer could not be moved meanwhile
             kept = [t.detach() if isinstance(t, ScaledTensor) else t for t in tensors]
@@ -112,9 +135,9 @@ class _QuantizedExperts(torch.autograd.Function):
         with torch.no_grad(), observing.at(ctx.site):
             call = Call.of(ctx.how._replace(recipe=None), tensors)  # by exact values
             g = Rows(grad.to(ctx.how.dtype), call.tokens)
-            found = experts_backward.gradients(ctx.needs_input_grad[1:], call, h, g)
+            found = experts_backward.gradients(ctx.needs_input_grad[3:], call, h, g)
         others = (None,) * (len(tensors) - len(found))
-        return None, *refuse_double_backward(found), *others
+        return None, None, None, *refuse_double_backward(found), *others
 
 
 def quantized_grouped_linear(

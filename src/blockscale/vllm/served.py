@@ -9,17 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..gemm import grouped_gemm
-from ..nn.gated import SWIGLU, GatedActivation, exact
-from ..nn.group_operands import Activated, Rows, Source
+from ..nn.gated import SWIGLU, GatedActivation
 from ..nn.layer_ops import recipe_of
 from ..nn.quantized import has_input_scale, quantized_linear
 from ..nn.quantized_experts import quantized_experts
 from ..nn.recipe import Recipe
-from ..ops.operand_layout import operand_layout
 from ..ops.operation import operation
-from ..routing import Routing, combine, route
-from ..tensor import ScaledTensor
+from ..routing import route
 from .weight_module import WeightModule, frozen, of_parts
 from .weights import Experts, Weight
 
@@ -81,7 +77,7 @@ class ServedExperts(torch.nn.Module):
     >>> y = layer(x, topk_weights, topk_ids)
 
     With biases (E, 2I) and (E, H) where they are given. NVFP4 activations are quantized with the
-    largest of the experts' global scales, and have no biases.
+    largest of the experts' global scales.
     """
 
     def __init__(
@@ -105,33 +101,13 @@ class ServedExperts(torch.nn.Module):
         routing = route(topk_ids, self.up.shape[0])
         up, down = self.up.weight, self.down.weight
         gate = None if self.gate is None else self.gate.weight
-        if self.up_input_scale is None or not x.numel():
-            return quantized_experts(
-                *(x, topk_weights, routing, up, down),
-                recipe=self.recipe,
-                gate=gate,
-                activation=self.activation,
-                up_bias=self.up_bias,
-                down_bias=self.down_bias,
-            )
-        rows = Rows(x, routing.tokens.contiguous())
-        first = [up] if gate is None else [gate, up]
-        h = self._product(rows, first, routing, self.up_input_scale, x.dtype)
-        a = Activated(exact(self.activation), h)
-        y = self._product(a, [down], routing, self.down_input_scale, x.dtype)
-        return combine(y, routing.slots, topk_weights, x.dtype)
-
-    def _product(
-        self,
-        source: Source,
-        stacks: list[ScaledTensor],
-        routing: Routing,
-        input_scale: Tensor | None,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        format = self.recipe.format_of("activations").name
-        layout = operand_layout(format, source.device).layout
-        how = {"layout": layout, "pad": True, "offsets": routing.offsets}
-        (q,), _ = source.quantize((-1,), format, global_scale=input_scale, **how)
-        made = [grouped_gemm(q, each.mT, routing.offsets, dtype) for each in stacks]
-        return made[0] if len(made) == 1 else torch.cat(made, 1)
+        return quantized_experts(
+            *(x, topk_weights, routing, up, down),
+            recipe=self.recipe,
+            gate=gate,
+            activation=self.activation,
+            up_bias=self.up_bias,
+            down_bias=self.down_bias,
+            up_input_scale=self.up_input_scale,
+            down_input_scale=self.down_input_scale,
+        )
