@@ -13,7 +13,7 @@ from .. import ops
 from ..formats import get_format
 from ..nn.experts_call import Call, ExpertsConfig
 from ..nn.group_checks import ExpertParameters
-from ..nn.group_operands import QuantizeInputs, Rows, Source
+from ..nn.group_operands import QuantizeInputs, Rows, Scaled, Source
 from ..nn.operand import Operand
 from ..nn.recipe import Recipe
 from ..routing import Routing, route
@@ -50,31 +50,6 @@ class QuantizedRows:
         data, scale = x.qdata[self.gather], x.qscale[self.gather]
         rows = x._with(data=data, scale=scale, shape=shape, offsets=how["offsets"])
         return (rows.to_layout(how["layout"]),), None
-
-
-@dataclass(slots=True)
-class Agreed:
-    """A source whose global scale is that of the rows of all ranks."""
-
-    source: Source
-    group: dist.ProcessGroup
-
-    @property
-    def device(self) -> torch.device:
-        return self.source.device
-
-    def inputs(self) -> QuantizeInputs | None:
-        return self.source.inputs()
-
-    def values(self) -> tuple[Tensor, Tensor | None]:
-        return self.source.values()
-
-    def quantize(
-        self, axes: tuple[int, ...], format: str, **how: Any
-    ) -> tuple[tuple[Any, ...], Tensor | None]:
-        if get_format(format).has_global_scale:
-            how["global_scale"] = global_scale(self.source.values()[0], format, self.group)
-        return self.source.quantize(axes, format, **how)
 
 
 class ExpertPeers:
@@ -146,7 +121,15 @@ class ExpertPeers:
         return torch.take(results, self.tokens.pairs.slots)
 
     def agree(self, source: Source) -> Source:
-        return source if isinstance(source, QuantizedRows) else Agreed(source, self.group)
+        if isinstance(source, QuantizedRows):
+            return source
+
+        def scale_of(format: str) -> Tensor | None:
+            if not get_format(format).has_global_scale:
+                return None
+            return global_scale(source.values()[0], format, self.group)
+
+        return Scaled(source, scale_of)
 
     def weight_scale(self, name: str) -> Tensor | None:
         return self.scales.get(name)

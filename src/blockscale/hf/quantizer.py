@@ -202,6 +202,7 @@ class BlockscaleQuantizer(HfQuantizer):
         set_input_scales(model, self.sources, self.input_scales)
         # a model is copied and pickled with this
         self.on_the_way, self.expected, self.descriptions = None, {}, {}
+        self.stored, self.sources = None, {}
         used = [each for each in self.conversions if each.was_used()]
         self.conversions = used
         model._weight_conversions = []  # get_state_dict_and_metadata reverses them

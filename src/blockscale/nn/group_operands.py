@@ -7,6 +7,7 @@ has one, is fused.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -107,10 +108,10 @@ class Rows:
 
 @dataclass(slots=True)
 class Scaled:
-    """The same rows, quantized with this global scale."""
+    """The same values, quantized with the global scale that ``scale_of`` gives for a format."""
 
     source: Source
-    global_scale: Tensor
+    scale_of: Callable[[str], Tensor | None]
 
     @property
     def device(self) -> torch.device:
@@ -125,7 +126,10 @@ class Scaled:
     def quantize(
         self, axes: tuple[int, ...], format: str, **how: Any
     ) -> tuple[tuple[Any, ...], Tensor | None]:
-        return self.source.quantize(axes, format, **how, global_scale=self.global_scale)
+        scale = self.scale_of(format)
+        if scale is not None:
+            how["global_scale"] = scale
+        return self.source.quantize(axes, format, **how)
 
 
 @dataclass(slots=True)

@@ -103,7 +103,7 @@ def _recipe_of_rows(x: Tensor, weights: Tensor | None, recipe: Recipe) -> Recipe
 
 
 def _scaled(source: Source, global_scale: Tensor | None) -> Source:
-    return source if global_scale is None else Scaled(source, global_scale)
+    return source if global_scale is None else Scaled(source, lambda format: global_scale)
 
 
 class _QuantizedExperts(torch.autograd.Function):
