@@ -397,6 +397,15 @@ def test_calibrated_activations(plain, tmp_path):
     assert alone.model.layers[0].mlp.up_proj.input_scale is None
     fused = bs.nn.fuse_projections(load(folder))
     assert torch.equal(logits(fused), whole)
+    assert fused.state_dict().keys() == model.state_dict().keys()
+    again = load(folder)
+    for module in again.modules():
+        if isinstance(module, bs.nn.QuantizedLinear):
+            module.input_scale = None
+    again.load_state_dict(fused.state_dict())
+    assert torch.equal(logits(again), whole)
+    fused.save_pretrained(tmp_path / "fused")
+    assert torch.equal(logits(load(tmp_path / "fused")), whole)
     assert not held(load(folder).dequantize())
     q = bs.quantize(torch.randn(64, 128), "mxfp8")
     with pytest.raises(ValueError, match=r"^input_scale: activations of Recipe\('mxfp8'\) have no"):

@@ -12,6 +12,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from ..checkpoint.conventions.convention import KV_CACHE_KEYS
 from ..checkpoint.saving import Written, written_as
+from ..nn.fused_projections import FusedPart
 from ..nn.kinds import QUANTIZED
 from ..nn.quantized import QuantizedLinear
 from ..tensor import ScaledTensor
@@ -70,7 +71,7 @@ def _by_files(model: Any, conversions: Sequence[Any]) -> dict[str, Tensor]:
     view._weight_conversions = list(conversions)
     state = model.state_dict()
     for name, module in model.named_modules():
-        if isinstance(module, QuantizedLinear):
+        if isinstance(module, (QuantizedLinear, FusedPart)):
             state.pop(f"{name}.input_scale", None)  # written from what the files had
     found: dict[str, Tensor] = revert_weight_conversion(view, state)
     return found

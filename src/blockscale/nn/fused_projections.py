@@ -196,6 +196,8 @@ def _save(first: FusedProjections, i: int, destination: Any, prefix: str) -> Non
     destination[f"{prefix}weight"] = weight
     if bias is not None:
         destination[f"{prefix}bias"] = bias.detach()
+    if first.input_scale is not None:
+        destination[f"{prefix}input_scale"] = first.input_scale.detach()
 
 
 def _refuse(state_dict: Any, prefix: str, errors: list[str]) -> None:
