@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..blocks import encode_blocks, finite_amax, in_blocks, store_scale
 from ..formats import FP32, GROUP_TILE, Format, padded_groups
 from ..philox import random_bits
 from ..rounding import (
-    FP32_INF,
-    block_scale,
     decode,
     decode_scale,
-    encode_magnitude,
     float32_bits,
     from_float32_bits,
     global_scale_from_amax,
@@ -71,11 +69,11 @@ def quantize(
         _quantize_blocks(
             x[..., start:end],
             format,
-            scale_rounding,
-            nonfinite,
-            None if global_scale is None else _bits(global_scale, 4),
             None if noise is None else noise[..., start:end],
             Scaling(scaling, rotated, turned=axis == -2),
+            scale_rounding=scale_rounding,
+            nonfinite=nonfinite,
+            global_scale=None if global_scale is None else _bits(global_scale, 4),
         )
         for start, end in pairwise(bounds)
     ]
@@ -93,66 +91,24 @@ def quantize(
         # packed data stays contraction-major, as FP4 units read it; 8-bit data is as x is
         stored = stored.mT if turned else stored.mT.contiguous()
         scale = scale.mT.contiguous()
-    return stored, _store_scale(scale, format)
+    stored_scale = store_scale(scale, format)
+    return stored, stored_scale if format.scale is FP32 else stored_scale.view(format.scale.dtype)
 
 
 def _quantize_blocks(
-    x: Tensor,
-    format: Format,
-    scale_rounding: str,
-    nonfinite: str,
-    global_scale: Tensor | None,
-    noise: Tensor | None,
-    scaling: Scaling,
+    x: Tensor, format: Format, noise: Tensor | None, scaling: Scaling, **how: Any
 ) -> tuple[Tensor, Tensor]:
-    """uint8 codes, padded along the last axis, and int64 scale codes, blocks along that axis."""
-    element, rows, columns = format.element, x.shape[-2] if x.ndim > 1 else 1, x.shape[-1]
-    bits = _blocks(float32_bits(x), format)
-    noise = None if noise is None else _blocks(noise, format)
-    magnitude, sign = bits & 0x7FFFFFFF, (bits >> 31) * element.sign_code
-    is_nan, is_inf = magnitude > FP32_INF, magnitude == FP32_INF
-
-    finite = torch.where(is_nan | is_inf, 0, magnitude)
-    amax = finite.amax((-3, -1), keepdim=True)
     if scaling.name == "amax":
-        scale, reciprocal = block_scale(amax, format, scale_rounding, global_scale)
-        codes = encode_magnitude(multiply(finite, reciprocal), element, noise)
-    else:
-        blocks = Blocks(finite, amax, format, global_scale, noise, scaling.turned)
-        codes, scale = (
-            ms_eden(blocks, scaling.rotated)
-            if scaling.name == "ms_eden"
-            else least_error(blocks, scaling.name)
-        )
-    codes = codes | sign
+        return encode_blocks(x, format, noise=noise, **how)
 
-    block_nan, block_inf = is_nan.any(-1, True).any(-3, True), is_inf.any(-1, True).any(-3, True)
-    nan = element.max_code if element.nan_code is None else element.nan_code
-    if nonfinite == "propagate":  # the block's scale says NaN; so does each element that can
-        bad = block_nan | block_inf
-        scale = torch.where(bad, format.scale.nan_code, scale)
-        codes = torch.where(bad, element.nan_code or 0, codes)
-    else:  # as Transformer Engine: a NaN stays alone, an infinity saturates and takes the scale
-        scale = torch.where(block_inf, format.scale.max_code, scale)
-        codes = torch.where(block_inf, 0, codes)
-        codes = torch.where(is_inf, element.max_code | sign, codes)
-        codes = torch.where(is_nan, nan, codes)
+    def choose(finite: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
+        drawn = None if noise is None else in_blocks(noise, format)
+        blocks = Blocks(finite, amax, format, how["global_scale"], drawn, scaling.turned)
+        if scaling.name == "ms_eden":
+            return ms_eden(blocks, scaling.rotated)
+        return least_error(blocks, scaling.name)
 
-    padded = codes.flatten(-2).flatten(-3, -2)[..., :rows, :]
-    scale = scale.squeeze(-1).squeeze(-2)
-    lead = x.shape[:-1]
-    padded = padded.reshape(*lead, -1) if columns else padded.reshape(*lead, 0)
-    return padded.to(torch.uint8), scale if x.ndim > 1 else scale.squeeze(0)
-
-
-def _blocks(bits: Tensor, format: Format) -> Tensor:
-    """(..., M, K) -> (..., row blocks, rows, column blocks, columns), padded with zeros."""
-    rows, columns = format.block
-    bits = bits if bits.ndim > 1 else bits.unsqueeze(0)
-    down, right = -bits.shape[-2] % rows, -bits.shape[-1] % columns
-    bits = torch.nn.functional.pad(bits, (0, right, 0, down))
-    m, k = bits.shape[-2:]
-    return bits.reshape(*bits.shape[:-2], m // rows, rows, k // columns, columns)
+    return encode_blocks(x, format, choose=choose, **how)
 
 
 def _move_apart(
@@ -169,20 +125,12 @@ def _move_apart(
     return parts[0], parts[1]
 
 
-def _store_scale(code: Tensor, format: Format) -> Tensor:
-    if format.scale is FP32:
-        return from_float32_bits(code)
-    return code.to(torch.uint8).view(format.scale.dtype)
-
-
 def global_scale(x: Tensor, format: Format, scaling: str = "amax") -> Tensor:
     """The fp32 scalar ``amax / (448 * element.max)`` over the finite elements of ``x``; 1 if 0.
 
     Other ``scaling`` than by amax leaves room above the largest scale (:data:`rounding.ROOM`).
     """
-    magnitude = float32_bits(x) & 0x7FFFFFFF
-    amax = torch.where(magnitude >= FP32_INF, 0, magnitude).amax()
-    return global_scale_from_amax(from_float32_bits(amax), format, scaling)
+    return global_scale_from_amax(finite_amax(x), format, scaling)
 
 
 def dequantize(
