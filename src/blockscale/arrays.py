@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Array", "bits_as", "fresh", "namespace", "row_major", "zero_padded"]
+__all__ = ["Array", "bits_as", "device_of", "fresh", "namespace", "row_major", "zero_padded"]
 
 #: A torch.Tensor, a numpy.ndarray or a jax.Array.
 Array = Any
@@ -36,6 +36,11 @@ def bits_as(x: Array, dtype: np.dtype) -> Array:
     return x.view(getattr(namespace(x), dtype.name, dtype))
 
 
+def device_of(x: Array) -> Any:
+    """Where it is; None of one that JAX only traces."""
+    return getattr(x, "device", None)
+
+
 def row_major(x: Array) -> Array:
     """The same items, in memory row by row: itself where they lie so."""
     if isinstance(x, np.ndarray):
@@ -55,6 +60,6 @@ def zero_padded(x: Array, rows: int, columns: int) -> Array:
     for axis, missing in enumerate((rows - x.shape[0], columns - x.shape[1])):
         if missing:
             shape = (missing, x.shape[1]) if axis == 0 else (x.shape[0], missing)
-            zeros = xp.zeros(shape, dtype=x.dtype, device=x.device)
+            zeros = xp.zeros(shape, dtype=x.dtype, device=device_of(x))
             x = xp.concat([x, zeros], axis=axis)
     return x

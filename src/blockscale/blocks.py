@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .arrays import Array, namespace
+from .arrays import Array, device_of, namespace
 from .formats import FP32, Format
 from .rounding import (
     FP32_INF,
@@ -88,7 +88,9 @@ def in_blocks(x: Array, format: Format) -> Array:
         if missing := -x.shape[axis] % size:
             shape = list(x.shape)
             shape[axis] = missing
-            x = xp.concat([x, xp.zeros(tuple(shape), dtype=x.dtype, device=x.device)], axis=axis)
+            x = xp.concat(
+                [x, xp.zeros(tuple(shape), dtype=x.dtype, device=device_of(x))], axis=axis
+            )
     *outer, m, k = x.shape
     return x.reshape((*outer, m // rows, rows, k // columns, columns))
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from .arrays import Array, namespace
+from .arrays import Array, device_of, namespace
 from .seed import Numbers, numbers_of
 
 __all__ = ["random_bits"]
@@ -25,10 +25,10 @@ def random_bits(seed: int | Numbers, like: Array) -> Array:
         seed = numbers_of(seed, shape)
     n, (rows, columns) = math.prod(shape), (1, 1, *shape)[-2:]
     if n == 0:
-        return xp.zeros(shape, dtype=xp.int64, device=like.device)
+        return xp.zeros(shape, dtype=xp.int64, device=device_of(like))
 
     def count(n: int) -> Array:
-        return xp.arange(n, dtype=xp.int64, device=like.device)
+        return xp.arange(n, dtype=xp.int64, device=device_of(like))
 
     matrices = count(n // (rows * columns)).reshape((-1, 1)) * seed.matrix
     starts = seed.first + (matrices + count(rows) * seed.row).reshape((-1, 1))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import struct
 
-from .arrays import Array, bits_as, namespace
+from .arrays import Array, bits_as, device_of, namespace
 from .checks import choose
 from .dtypes import UINT8
 from .formats import E4M3, E8M0, FP32, UE4M3, Element, Format, Scale
@@ -163,7 +163,7 @@ def divide(a: Array, b: Array) -> Array:
 def _float_bits(value: float, like: Array) -> Array:
     xp = namespace(like)
     bits = struct.unpack("<I", struct.pack("<f", value))[0]
-    return xp.full((), bits, dtype=xp.int64, device=like.device)
+    return xp.full((), bits, dtype=xp.int64, device=device_of(like))
 
 
 # --- elements -------------------------------------------------------------------------------------

@@ -1,0 +1,25 @@
+"""Block-scaled low precision for JAX: the bytes of the torch side, without torch.
+
+>>> import blockscale.jax as bsj
+>>> q = bsj.quantize(x, "mxfp8")  # ScaledArray, a pytree
+>>> y = bsj.gemm(q, bsj.quantize(w, "mxfp8").mT)  # (M, K) @ (K, N)
+"""
+
+from .array import ScaledArray
+from .dot_general import dot_general, scaled_dot_general, scaled_matmul
+from .gemm import gemm, grouped_gemm
+from .linear import linear
+from .quantize import dequantize, quantize, quantize_both
+
+__all__ = [
+    "ScaledArray",
+    "dequantize",
+    "dot_general",
+    "gemm",
+    "grouped_gemm",
+    "linear",
+    "quantize",
+    "quantize_both",
+    "scaled_dot_general",
+    "scaled_matmul",
+]

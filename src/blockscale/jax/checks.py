@@ -1,0 +1,121 @@
+"""What can be quantized and multiplied: looked at when a function is traced."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ..checks import check_axis, check_flag, choose
+from ..formats import FP8_BLOCK, NONFINITE, Format, get_format
+from ..layouts import get_layout
+from .array import ScaledArray
+from .formulas import Asked
+
+__all__ = ["Formats", "check_product", "check_quantize", "check_scaled", "formats_of"]
+
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def check_quantize(
+    x: Any,
+    format: str | Format,
+    axis: int,
+    scale_rounding: str | None,
+    layout: str,
+    nonfinite: str,
+    pad: bool,
+    k_major: bool,
+    seed: int | None,
+) -> Asked:
+    """Raise TypeError or ValueError unless ``x`` can be quantized so."""
+    kind, axis, stored = get_format(format), check_axis(axis), get_layout(layout)
+    check_flag("pad", pad)
+    check_flag("k_major", k_major)
+    choose("nonfinite", nonfinite, dict.fromkeys(NONFINITE))
+    rounding = kind.default_scale_rounding if scale_rounding is None else scale_rounding
+    known = dict.fromkeys(kind.scale.roundings)
+    choose(f"scale_rounding (of format {kind.name!r})", rounding, known)
+    if isinstance(x, ScaledArray):
+        raise TypeError(
+            "x: is a ScaledArray already; quantizing it again rounds twice: quantize the "
+            "high-precision array"
+        )
+    if not isinstance(x, jax.Array):
+        raise TypeError(f"x: got {type(x).__name__}; expected a jax.Array: pass jnp.asarray(x)")
+    if x.dtype.name not in _DTYPES:
+        raise TypeError(f"x: got {x.dtype}; expected one of {', '.join(_DTYPES)}: cast it first")
+    if x.ndim < 2 or 0 in x.shape:
+        raise ValueError(
+            f"x: has shape {x.shape}; expected a matrix, or a batch, that is not empty"
+        )
+    if x.shape[axis] % kind.block_size and not pad:
+        raise ValueError(
+            f"x: dimension {axis} is {x.shape[axis]}, no multiple of {kind.block_size}, the block "
+            f"of {kind.name!r}; pass pad=True to pad it with zeros"
+        )
+    if kind.scale.nbytes not in stored.itemsize or (x.ndim > 2 and stored.name != "compact"):
+        raise ValueError(
+            f"layout: {stored.name!r} does not hold scales of {kind.name!r} with shape {x.shape}; "
+            "choose 'compact', or flatten leading dimensions into the rows"
+        )
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+        raise TypeError(f"seed: got {seed!r}; expected an int, or None for nearest even")
+    return Asked(kind, axis, rounding, stored, nonfinite, k_major, seed)
+
+
+def check_scaled(name: str, q: Any) -> None:
+    """TypeError unless it is a :class:`ScaledArray`."""
+    if not isinstance(q, ScaledArray):
+        raise TypeError(
+            f"{name}: got {type(q).__name__}; expected a ScaledArray, as blockscale.jax.quantize "
+            "gives"
+        )
+
+
+def check_product(a: Any, b: Any, batched: int = 0) -> None:
+    """Raise unless ``a @ b`` is a product, where ``b`` has ``batched`` dimensions more."""
+    check_scaled("b", b)
+    if b.axis != -2:
+        raise ValueError("b: is blocked along axis -1; pass b.mT of a weight (N, K)")
+    if isinstance(a, ScaledArray):
+        if a.axis != -1:
+            raise ValueError("a: is blocked along axis -2; quantize it along axis=-1")
+        if not a.kind.multiplies(b.kind):
+            raise ValueError(
+                f"a, b: {a.format!r} and {b.format!r} are not multiplied; quantize both in formats "
+                "of the same block and scale"
+            )
+    elif not isinstance(a, jax.Array) or a.dtype != jnp.bfloat16:
+        found = getattr(a, "dtype", type(a).__name__)
+        raise TypeError(f"a: got {found}; expected a ScaledArray, or a bfloat16 array")
+    lead = b.shape[batched:-2]
+    if a.shape[:-2] != lead or a.shape[-1] != b.shape[-2]:
+        raise ValueError(
+            f"a, b: have shapes {a.shape} and {b.shape}; expected (..., M, K) and (..., K, N)"
+        )
+
+
+class Formats(NamedTuple):
+    """Names of formats of a layer: of activations, weights and gradients."""
+
+    activations: str
+    weights: str
+    gradients: str
+
+
+def formats_of(format: str, gradients: str | None) -> Formats:
+    """Those of a recipe's name. Raises ValueError for an unknown one."""
+    if format == FP8_BLOCK:
+        first, weights = "fp8_1x128", "fp8_128x128"
+    else:
+        first = weights = get_format(format, "format", (FP8_BLOCK,)).name
+    last = first if gradients is None else get_format(gradients, "gradients").name
+    for other in (first, weights):
+        if not get_format(last).multiplies(get_format(other)):
+            raise ValueError(
+                f"gradients: {last!r} and {other!r} are not multiplied; choose one of the same "
+                "block and scale"
+            )
+    return Formats(first, weights, last)

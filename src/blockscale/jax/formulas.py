@@ -1,0 +1,114 @@
+"""The formulas of the library, compiled by XLA.
+
+They are integer arithmetic (:mod:`blockscale.blocks`), which neither fast math nor flushed
+subnormals nor excess precision can change. They need 64 bits, which are switched on while they are
+traced, for them alone.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ..blocks import encode_blocks, finite_amax, store_scale
+from ..formats import Format
+from ..layouts import Layout, get_layout
+from ..layouts.scales import swizzle_scale, unswizzle_scale
+from ..philox import random_bits
+from ..rounding import (
+    decode,
+    decode_scale,
+    float32_bits,
+    from_float32_bits,
+    global_scale_from_amax,
+    multiply,
+    pack,
+    unpack,
+)
+
+__all__ = ["Asked", "Stored", "decoded", "default_global_scale", "encoded", "times"]
+
+
+class Asked(NamedTuple):
+    """How an array is quantized."""
+
+    format: Format
+    axis: int
+    scale_rounding: str
+    layout: Layout
+    nonfinite: str
+    k_major: bool
+    seed: int | None
+
+
+class Stored(NamedTuple):
+    """How a quantized array lies; see ``ScaledArray``."""
+
+    format: Format
+    axis: int
+    layout: str
+    shape: tuple[int, ...]
+    turned: tuple[bool, bool]
+
+
+@partial(jax.jit, static_argnums=2)
+def encoded(x: jax.Array, scalar: jax.Array | None, asked: Asked) -> tuple[jax.Array, jax.Array]:
+    """Data and scales of ``x``, as they are stored."""
+    format, axis = asked.format, asked.axis
+    with jax.enable_x64(True):
+        noise = None if asked.seed is None else random_bits(asked.seed, x)
+        codes, scale = encode_blocks(
+            _turn(x, axis == -2),
+            format,
+            scale_rounding=asked.scale_rounding,
+            nonfinite=asked.nonfinite,
+            global_scale=None if scalar is None else float32_bits(scalar),
+            noise=None if noise is None else _turn(noise, axis == -2),
+        )
+        data = pack(codes, format.element)
+        data = _turn(data, axis == -2 and not format.turned(axis, asked.k_major))
+        stored = store_scale(scale, format).view(format.scale.numpy_dtype)
+        return data, swizzle_scale(_turn(stored, axis == -2), axis, asked.layout, None)
+
+
+@partial(jax.jit, static_argnums=3)
+def decoded(
+    data: jax.Array, scale: jax.Array, scalar: jax.Array | None, stored: Stored
+) -> jax.Array:
+    """fp32 values."""
+    format, axis, shape = stored.format, stored.axis, stored.shape
+    rows, columns = format.block
+    with jax.enable_x64(True):
+        codes = unpack(_turn(data, stored.turned[0] != (axis == -2)), format.element)
+        values = float32_bits(decode(codes, format.element))
+        compact = format.scale_shape(shape, axis)
+        layout, dtype = get_layout(stored.layout), format.scale.numpy_dtype
+        scale = unswizzle_scale(scale, axis, layout, compact, dtype, None)
+        scale = _turn(scale, stored.turned[1] != (axis == -2))
+        factors = jnp.repeat(float32_bits(decode_scale(scale, format.scale)), columns, axis=-1)
+        if rows > 1:
+            factors = jnp.repeat(factors, rows, axis=-2)[..., : values.shape[-2], :]
+        bits = multiply(values, factors)
+        if scalar is not None:
+            bits = multiply(bits, float32_bits(scalar))
+        return _turn(from_float32_bits(bits)[..., : shape[axis]], axis == -2)
+
+
+@partial(jax.jit, static_argnums=1)
+def default_global_scale(x: jax.Array, format: Format) -> jax.Array:
+    with jax.enable_x64(True):
+        return global_scale_from_amax(finite_amax(x), format)
+
+
+@jax.jit
+def times(x: jax.Array, factors: jax.Array) -> jax.Array:
+    """The product of fp32 arrays, each rounded once, subnormals kept."""
+    with jax.enable_x64(True):
+        return from_float32_bits(multiply(float32_bits(x), float32_bits(factors)))
+
+
+def _turn(x: jax.Array, turned: bool) -> jax.Array:
+    return jnp.swapaxes(x, -1, -2) if turned else x

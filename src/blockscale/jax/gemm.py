@@ -1,0 +1,71 @@
+"""Products of quantized arrays: of their exact values, summed in fp32, rounded once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .array import ScaledArray
+from .checks import check_product
+from .quantize import dequantize
+
+__all__ = ["gemm", "grouped_gemm"]
+
+
+def gemm(
+    a: ScaledArray | jax.Array, b: ScaledArray, out_dtype: Any = None, *, bias: Any = None
+) -> jax.Array:
+    """``a @ b + bias``, matrices of a batch one by one.
+
+    >>> x, w = jnp.ones((64, 512)), jnp.ones((256, 512))
+    >>> bsj.gemm(bsj.quantize(x, "mxfp8"), bsj.quantize(w, "mxfp8").mT).shape
+    (64, 256)
+
+    Args:
+        a: (..., M, K), blocked along axis -1; or a plain bfloat16 array (weight-only).
+        b: (..., K, N), blocked along axis -2: ``w.mT`` for a weight (N, K) quantized along -1.
+        out_dtype: bfloat16 (default), float16 or float32.
+        bias: (N,), added in fp32.
+
+    Raises TypeError or ValueError, with the remedy, when it is traced.
+    """
+    check_product(a, b)
+    acc = jnp.matmul(_values(a), _values(b), precision=jax.lax.Precision.HIGHEST)
+    if bias is not None:
+        acc = acc + jnp.asarray(bias, jnp.float32)
+    return acc.astype(jnp.bfloat16 if out_dtype is None else out_dtype)
+
+
+def grouped_gemm(
+    a: ScaledArray | jax.Array, b: ScaledArray, offsets: jax.Array, out_dtype: Any = None
+) -> jax.Array:
+    """The product of each group of rows (expert) by its matrix; rows past the last group are zero.
+
+    >>> ends = jnp.array([96, 256], jnp.int32)
+    >>> x, w = jnp.ones((256, 512)), jnp.ones((2, 128, 512))
+    >>> bsj.grouped_gemm(bsj.quantize(x, "mxfp8"), bsj.quantize(w, "mxfp8").mT, ends).shape
+    (256, 128)
+
+    Args:
+        a: (M, K), blocked along axis -1; or plain bfloat16.
+        b: (G, K, N), blocked along axis -2.
+        offsets: int32 (G,), ascending: the end of each group. Its values are not looked at.
+        out_dtype: bfloat16 (default), float16 or float32.
+
+    Raises TypeError or ValueError, with the remedy, when it is traced.
+    """
+    check_product(a, b, batched=1)
+    if offsets.dtype != jnp.int32 or offsets.shape != b.shape[:1]:
+        raise ValueError(
+            f"offsets: got {offsets.dtype} {offsets.shape}; expected int32 {b.shape[:1]}, the end "
+            "of each group"
+        )
+    sizes = jnp.diff(offsets, prepend=0)
+    acc = jax.lax.ragged_dot(_values(a), _values(b), sizes, precision=jax.lax.Precision.HIGHEST)
+    return acc.astype(jnp.bfloat16 if out_dtype is None else out_dtype)
+
+
+def _values(x: ScaledArray | jax.Array) -> jax.Array:
+    return dequantize(x, jnp.float32) if isinstance(x, ScaledArray) else x.astype(jnp.float32)

@@ -1,0 +1,75 @@
+"""The differentiable product: forward, dgrad and wgrad are products of quantized operands."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+
+from .array import ScaledArray
+from .checks import Formats, formats_of
+from .gemm import gemm
+from .quantize import quantize
+
+__all__ = ["linear", "product"]
+
+
+def linear(
+    x: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    format: str = "mxfp8",
+    gradients: str | None = None,
+) -> jax.Array:
+    """``x @ w + bias`` with quantized operands, and so its gradients.
+
+    >>> x, w = jnp.ones((64, 512)), jnp.ones((512, 256))
+    >>> jax.grad(lambda w: bsj.linear(x, w, format="nvfp4").sum())(w).shape
+    (512, 256)
+
+    Args:
+        x: (..., K), float32, bfloat16 or float16.
+        w: (K, N), as JAX's layers have their kernels.
+        bias: (N,) or None.
+        format: of activations and weights, a name of :data:`blockscale.formats`, or "fp8_block":
+            1x128 blocks of activations and gradients, 128x128 of weights.
+        gradients: their format; None for that of activations.
+
+    Each operand is quantized along the contraction of its product, with blocks padded by zeros:
+    x and w for the forward, the gradient and w for dgrad, x and the gradient for wgrad. Returns
+    (..., N) in the dtype of ``x``. Raises TypeError or ValueError, with the remedy, when it is
+    traced. Source: the MXFP8 recipe of arXiv 2506.08027.
+    """
+    formats = formats_of(format, gradients)
+    if w.ndim != 2 or x.shape[-1:] != w.shape[:1]:
+        raise ValueError(f"x, w: have shapes {x.shape} and {w.shape}; expected (..., K) and (K, N)")
+    y = product(x.reshape(-1, x.shape[-1]), w, formats, x.dtype)
+    y = y.reshape(*x.shape[:-1], w.shape[-1])
+    return y if bias is None else y + bias.astype(y.dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def product(x: jax.Array, w: jax.Array, formats: Formats, out_dtype: Any) -> jax.Array:
+    """``x @ w`` of matrices, or of batches: (..., M, K) and (..., K, N)."""
+    return gemm(_along(x, formats.activations, -1), _along(w, formats.weights, -2), out_dtype)
+
+
+def _forward(x: jax.Array, w: jax.Array, formats: Formats, out_dtype: Any) -> Any:
+    columns = _along(x, formats.activations, -2)
+    return product(x, w, formats, out_dtype), (columns, _along(w, formats.weights, -1))
+
+
+def _backward(formats: Formats, out_dtype: Any, kept: Any, g: jax.Array) -> Any:
+    x, w = kept
+    grad_x = gemm(_along(g, formats.gradients, -1), w.mT, x.dtype)
+    grad_w = gemm(x.mT, _along(g, formats.gradients, -2), w.dtype)
+    return grad_x, grad_w
+
+
+product.defvjp(_forward, _backward)
+
+
+def _along(x: jax.Array, format: str, axis: int) -> ScaledArray:
+    return quantize(x, format, axis, pad=True)

@@ -1,0 +1,130 @@
+"""``quantize``, ``quantize_both`` and ``dequantize``: check what was given, compute, wrap."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..formats import Format
+from .array import ScaledArray
+from .checks import check_quantize, check_scaled
+from .formulas import Asked, default_global_scale, encoded
+
+__all__ = ["dequantize", "quantize", "quantize_both"]
+
+
+def quantize(
+    x: jax.Array,
+    format: str | Format = "mxfp8",
+    axis: int = -1,
+    *,
+    scale_rounding: str | None = None,
+    layout: str = "compact",
+    nonfinite: str = "propagate",
+    global_scale: jax.Array | float | None = None,
+    pad: bool = False,
+    seed: int | None = None,
+    k_major: bool = False,
+) -> ScaledArray:
+    """Quantize ``x`` (..., M, K) in blocks along ``axis``: the bytes of torch's side.
+
+    >>> q = bsj.quantize(jax.random.normal(jax.random.key(0), (256, 512)), "mxfp8")
+    >>> q.data.shape, q.scale.shape
+    ((256, 512), (256, 16))
+
+    Args:
+        x: float32, bfloat16 or float16, of two dimensions or more.
+        format: a name of :data:`blockscale.formats`.
+        axis: the contraction of the product to come: -1 or -2.
+        scale_rounding: one of ``format.scale.roundings``, default the first of them.
+        layout: where the scales are written; others than "compact" take a matrix.
+        nonfinite: "propagate": a NaN or infinity makes its whole block NaN; "te": as Transformer
+            Engine, a NaN stays alone and an infinity saturates.
+        global_scale: fp32 multiplier that dequantizes, of NVFP4; default ``amax(x) / (448 * 6)``.
+            Not looked at: it has to be positive and finite.
+        pad: allow a contraction that is no multiple of the block.
+        seed: round elements stochastically, by the bits that this seed has everywhere.
+        k_major: store 8-bit columns with the contraction contiguous.
+
+    Raises TypeError or ValueError, with the remedy, when it is traced. There is no gradient:
+    :func:`linear` is the differentiable way. Source: OCP MX v1.0 section 6.3 with the scale rounded
+    up (arXiv 2506.08027).
+    """
+    asked = check_quantize(x, format, axis, scale_rounding, layout, nonfinite, pad, k_major, seed)
+    x = jax.lax.stop_gradient(x)
+    return _quantized(x, asked, _global_scale(x, asked.format, global_scale))
+
+
+def quantize_both(
+    x: jax.Array,
+    format: str | Format = "mxfp8",
+    *,
+    scale_rounding: str | None = None,
+    nonfinite: str = "propagate",
+    global_scale: jax.Array | float | None = None,
+    pad: bool = False,
+    seed: int | None = None,
+    k_major: bool = False,
+) -> tuple[ScaledArray, ScaledArray]:
+    """``x`` (..., M, K) quantized along rows (axis -1) and along columns (axis -2), both from high
+    precision; NVFP4's global scale is found once.
+
+    >>> rows, columns = bsj.quantize_both(jnp.ones((256, 512)), "mxfp8")
+
+    Takes the arguments of :func:`quantize`. Returns the arrays along -1 and along -2; raises as
+    that does.
+    """
+    how = scale_rounding, "compact", nonfinite, pad, k_major, seed
+    both = [check_quantize(x, format, axis, *how) for axis in (-1, -2)]
+    x = jax.lax.stop_gradient(x)
+    scalar = _global_scale(x, both[0].format, global_scale)
+    rows, columns = (_quantized(x, asked, scalar) for asked in both)
+    return rows, columns
+
+
+def dequantize(q: ScaledArray, dtype: Any = None) -> jax.Array:
+    """``(element * block_scale) * global_scale``, each product rounded once to fp32, then to
+    ``dtype`` (that of what was quantized).
+
+    >>> bsj.dequantize(bsj.quantize(jnp.ones((256, 512)), "mxfp8")).shape
+    (256, 512)
+
+    Raises TypeError for what is no :class:`ScaledArray`.
+    """
+    check_scaled("q", q)
+    return q.dequantize(dtype)
+
+
+def _global_scale(
+    x: jax.Array, format: Format, given: jax.Array | float | None
+) -> jax.Array | None:
+    """Of all of ``x``, unless one is given."""
+    if not format.has_global_scale:
+        if given is not None:
+            raise ValueError(f"global_scale: {format.name!r} has none; leave it out")
+        return None
+    if given is None:
+        return default_global_scale(x, format)
+    scalar = jnp.asarray(given, jnp.float32)
+    if scalar.size != 1:
+        raise ValueError(f"global_scale: has shape {scalar.shape}; expected one number")
+    return jax.lax.stop_gradient(scalar.reshape(()))
+
+
+def _quantized(x: jax.Array, asked: Asked, scalar: jax.Array | None) -> ScaledArray:
+    data, scale = encoded(x, scalar, asked)
+    format, size = asked.format, x.shape[asked.axis]
+    return ScaledArray(
+        data,
+        scale,
+        scalar,
+        format=format.name,
+        axis=asked.axis,
+        layout=asked.layout.name,
+        length=None if size % format.block_size == 0 else size,
+        turned=(format.turned(asked.axis, asked.k_major), False),
+        dtype=np.dtype(x.dtype),
+    )
