@@ -7,19 +7,25 @@
 
 from .array import ScaledArray
 from .dot_general import dot_general, scaled_dot_general, scaled_matmul
+from .gather import all_gather, global_scale
 from .gemm import gemm, grouped_gemm
+from .interop import from_torch, to_torch
 from .linear import linear
 from .quantize import dequantize, quantize, quantize_both
 
 __all__ = [
     "ScaledArray",
+    "all_gather",
     "dequantize",
     "dot_general",
+    "from_torch",
     "gemm",
+    "global_scale",
     "grouped_gemm",
     "linear",
     "quantize",
     "quantize_both",
     "scaled_dot_general",
     "scaled_matmul",
+    "to_torch",
 ]

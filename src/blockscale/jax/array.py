@@ -33,7 +33,8 @@ class ScaledArray:
         data: elements: float8_e4m3fn or float8_e5m2; or bytes, packed along the contraction, of
             four or six bits.
         scale: of each block: float8_e8m0fnu, float8_e4m3fn or float32, as the layout stores them.
-        global_scale: float32 of no dimensions, what dequantizes; None of formats without.
+        global_scale: float32, what dequantizes: one number, or one for each matrix of a batch;
+            None of formats without.
         format: its name.
         axis: of the contraction, -1 or -2.
         layout: of ``scale``, its name.

@@ -29,7 +29,15 @@ from ..rounding import (
     unpack,
 )
 
-__all__ = ["Asked", "Stored", "decoded", "default_global_scale", "encoded", "times"]
+__all__ = [
+    "Asked",
+    "Stored",
+    "decoded",
+    "default_global_scale",
+    "encoded",
+    "largest_finite",
+    "times",
+]
 
 
 class Asked(NamedTuple):
@@ -65,7 +73,7 @@ def encoded(x: jax.Array, scalar: jax.Array | None, asked: Asked) -> tuple[jax.A
             format,
             scale_rounding=asked.scale_rounding,
             nonfinite=asked.nonfinite,
-            global_scale=None if scalar is None else float32_bits(scalar),
+            global_scale=None if scalar is None else _of_matrices(scalar, 4),
             noise=None if noise is None else _turn(noise, axis == -2),
         )
         data = pack(codes, format.element)
@@ -93,14 +101,22 @@ def decoded(
             factors = jnp.repeat(factors, rows, axis=-2)[..., : values.shape[-2], :]
         bits = multiply(values, factors)
         if scalar is not None:
-            bits = multiply(bits, float32_bits(scalar))
+            bits = multiply(bits, _of_matrices(scalar, 2))
         return _turn(from_float32_bits(bits)[..., : shape[axis]], axis == -2)
 
 
-@partial(jax.jit, static_argnums=1)
-def default_global_scale(x: jax.Array, format: Format) -> jax.Array:
+@jax.jit
+def largest_finite(x: jax.Array) -> jax.Array:
+    """The largest finite magnitude, fp32."""
     with jax.enable_x64(True):
-        return global_scale_from_amax(finite_amax(x), format)
+        return finite_amax(x)
+
+
+@partial(jax.jit, static_argnums=1)
+def default_global_scale(amax: jax.Array, format: Format) -> jax.Array:
+    """Of what has such a largest magnitude."""
+    with jax.enable_x64(True):
+        return global_scale_from_amax(amax, format)
 
 
 @jax.jit
@@ -108,6 +124,12 @@ def times(x: jax.Array, factors: jax.Array) -> jax.Array:
     """The product of fp32 arrays, each rounded once, subnormals kept."""
     with jax.enable_x64(True):
         return from_float32_bits(multiply(float32_bits(x), float32_bits(factors)))
+
+
+def _of_matrices(scalar: jax.Array, dims: int) -> jax.Array:
+    """Bits of a global scale, or of one for each matrix, which has so many dimensions."""
+    bits = float32_bits(scalar)
+    return bits.reshape(*bits.shape, *[1] * dims) if bits.ndim else bits
 
 
 def _turn(x: jax.Array, turned: bool) -> jax.Array:

@@ -11,7 +11,7 @@ import numpy as np
 from ..formats import Format
 from .array import ScaledArray
 from .checks import check_quantize, check_scaled
-from .formulas import Asked, default_global_scale, encoded
+from .formulas import Asked, default_global_scale, encoded, largest_finite
 
 __all__ = ["dequantize", "quantize", "quantize_both"]
 
@@ -44,7 +44,7 @@ def quantize(
         nonfinite: "propagate": a NaN or infinity makes its whole block NaN; "te": as Transformer
             Engine, a NaN stays alone and an infinity saturates.
         global_scale: fp32 multiplier that dequantizes, of NVFP4; default ``amax(x) / (448 * 6)``.
-            Not looked at: it has to be positive and finite.
+            Or ``x.shape[:-2]``, one for each matrix. Not looked at: positive and finite.
         pad: allow a contraction that is no multiple of the block.
         seed: round elements stochastically, by the bits that this seed has everywhere.
         k_major: store 8-bit columns with the contraction contiguous.
@@ -107,11 +107,16 @@ def _global_scale(
             raise ValueError(f"global_scale: {format.name!r} has none; leave it out")
         return None
     if given is None:
-        return default_global_scale(x, format)
+        return default_global_scale(largest_finite(x), format)
     scalar = jnp.asarray(given, jnp.float32)
-    if scalar.size != 1:
-        raise ValueError(f"global_scale: has shape {scalar.shape}; expected one number")
-    return jax.lax.stop_gradient(scalar.reshape(()))
+    if scalar.shape != x.shape[:-2]:
+        if scalar.size != 1:
+            raise ValueError(
+                f"global_scale: has shape {scalar.shape}; expected one number, or one for each "
+                f"matrix, {x.shape[:-2]}"
+            )
+        scalar = scalar.reshape(())
+    return jax.lax.stop_gradient(scalar)
 
 
 def _quantized(x: jax.Array, asked: Asked, scalar: jax.Array | None) -> ScaledArray:
