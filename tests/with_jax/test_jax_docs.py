@@ -1,4 +1,4 @@
-"""What docstrings of blockscale.jax show runs and gives what they say; all names have a reference."""
+"""What docstrings of blockscale.jax show runs, and all names have a reference."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""The same in PyTorch and in JAX."""
