@@ -21,11 +21,11 @@ from torch import Tensor
 from ...error_sums import SLACK, ErrorSums
 from ...formats import UE4M3, Format, formats
 from ...memory import memory_of
-from ...rounding import FP32_INF, FP32_ONE, float32_bits, from_float32_bits, global_scale_from_amax
+from ...rounding import FP32_ONE, float32_bits, from_float32_bits, global_scale_from_amax
 from ...seed import Numbers, numbers_of
 from ...threads import run
 from ..common.spec import NEAREST_UE4M3, specify
-from .spec import Geometry, Strided, geometry, scale_values, supported, values
+from .spec import Geometry, Strided, geometry, least_scale, scale_values, supported, values
 
 __all__ = [
     "ITEMS",
@@ -319,12 +319,9 @@ def error_sums(
 def _decoded(format: Format, global_scale: Tensor | None) -> tuple[object, ...]:
     """What the loops that decode need of a format and a global scale."""
     factor = FP32_ONE if global_scale is None else _scalar_bits(global_scale)
-    least = 255  # as an exponent: no scale
-    if 1 << 23 <= factor < FP32_INF:
-        # 2^-100 times an element is far from subnormal; so must be its product with the factor
-        least = min(127 - 100 + max(0, 127 - (factor >> 23)), 255)
     constants = specify(format, format.default_scale_rounding, "te")
-    return constants, values(format.element), scale_values(format.scale), factor, least << 23
+    tables = values(format.element), scale_values(format.scale)
+    return constants, *tables, factor, least_scale(factor)
 
 
 def _fp32_rows(x: Tensor) -> Tensor:
