@@ -143,7 +143,8 @@ def test_empty(name):
 def test_bytes_of_the_front_door(name, axis):
     x = torch.randn(256, 512, generator=torch.Generator().manual_seed(3)).bfloat16()
     q = bs.quantize(x, name, axis)
-    found = xla.quantize(to_jax(x), formats[name], axis=axis, global_scale=of(q.global_scale))
+    given = xla.global_scale(to_jax(x), formats[name]) if formats[name].has_global_scale else None
+    found = xla.quantize(to_jax(x), formats[name], axis=axis, global_scale=given)
     stored = q.qdata.mT if formats[name].turned(axis, False) else q.qdata
     np.testing.assert_array_equal(bits(found[0]), bits(stored))
     np.testing.assert_array_equal(bits(found[1]), bits(q.scale))
@@ -207,6 +208,22 @@ def test_several_threads_at_once(name):
     for thread in threads:
         thread.join()
     assert not failures
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_global_scale(dtype):
+    """Of many amaxes: a product with a reciprocal would differ."""
+    format = formats["nvfp4"]
+    numbers = torch.from_numpy(random_bits(1000, 7).copy()).to(dtype)
+    for x in (numbers[numbers.isfinite()][:, None], hard((1, 2048, 2048), dtype, 8)):
+        found = jax.lax.map(lambda row: xla.global_scale(row, format), to_jax(x))
+        wanted = torch.stack([calls.global_scale(row, format) for row in x])
+        np.testing.assert_array_equal(bits(found), bits(wanted))
+    for x in (torch.zeros(3, 64), torch.zeros(0, 64), torch.full((2, 64), 1e-45).to(dtype)):
+        wanted = calls.global_scale(x.to(dtype), format)
+        np.testing.assert_array_equal(
+            bits(xla.global_scale(to_jax(x.to(dtype)), format)), bits(wanted)
+        )
 
 
 @pytest.mark.parametrize("name", NAMES)

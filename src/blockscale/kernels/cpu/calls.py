@@ -7,10 +7,7 @@ numba is imported by the first call. Results do not depend on the number of thre
 
 from __future__ import annotations
 
-import ctypes
 import math
-import mmap
-import sys
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -25,6 +22,7 @@ from ...rounding import FP32_ONE, float32_bits, from_float32_bits, global_scale_
 from ...seed import Numbers, numbers_of
 from ...threads import run
 from ..common.spec import NEAREST_UE4M3, specify
+from . import huge_pages
 from .spec import Geometry, Strided, geometry, least_scale, scale_values, supported, values
 
 __all__ = [
@@ -49,21 +47,8 @@ ITEMS = {torch.float32: np.int32, torch.bfloat16: np.uint16, torch.float16: np.i
 _LARGEST = {torch.float32: 0x7F7FFFFF, torch.bfloat16: 0x7F7F, torch.float16: 0x7BFF}
 _NO_TABLE, _NO_BYTES = np.empty(0, np.int32), np.empty(0, np.uint8)
 _CHUNK = 1 << 18  # elements that are worth a thread of their own: some 50 microseconds
-_HUGE = 1 << 22  # bytes
-_PAGE, _MADV_HUGEPAGE = mmap.PAGESIZE, getattr(mmap, "MADV_HUGEPAGE", 14)
-
-
-def _find_madvise() -> Callable[[int, int, int], int] | None:
-    if not sys.platform.startswith("linux"):
-        return None
-    function = ctypes.CDLL(None).madvise
-    function.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-    return function
-
 
 T = TypeVar("T")
-
-_madvise = _find_madvise()
 
 
 def quantize(
@@ -387,13 +372,9 @@ def _scalar_bits(value: Tensor) -> int:
 
 
 def _empty(shape: Sequence[int], dtype: torch.dtype, transposed: bool = False) -> Tensor:
-    """A tensor, in huge pages where it is large: the first touch of small ones takes longer than
-    quantizing does. ``transposed``: the last but one dimension is the contiguous one.
-    """
+    """A tensor; ``transposed``: the last but one dimension is the contiguous one."""
     if transposed:
         return _empty((*shape[:-2], shape[-1], shape[-2]), dtype).mT
     out = torch.empty(tuple(shape), dtype=dtype)
-    if out.nbytes >= _HUGE and _madvise is not None:
-        start = -(-out.data_ptr() // _PAGE) * _PAGE
-        _madvise(start, (out.data_ptr() + out.nbytes - start) // _PAGE * _PAGE, _MADV_HUGEPAGE)
+    huge_pages.advise(out.data_ptr(), out.nbytes)
     return out

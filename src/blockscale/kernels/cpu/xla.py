@@ -22,11 +22,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...dtypes import FLOAT32
-from ...formats import FP32, UE4M3, Format
+from ...formats import FP32, UE4M3, Format, formats
+from ...rounding import FP32_ONE
 from ..common.spec import NEAREST_UE4M3, specify
 from .spec import Geometry, Strided, geometry, scale_values, supported, values
 
-__all__ = ["data_shape", "dequantize", "multiply", "quantize", "supported"]
+__all__ = ["data_shape", "dequantize", "global_scale", "multiply", "quantize", "supported"]
 
 #: How the loops see x.
 _ITEMS = {"float32": np.int32, "bfloat16": np.uint16, "float16": np.int16}
@@ -60,8 +61,7 @@ def quantize(
     """
     from . import encoding
 
-    if x.dtype.name not in _ITEMS:
-        raise TypeError(f"x: got {x.dtype}; expected float32, bfloat16 or float16")
+    _check_dtype(x)
     constants = specify(format, scale_rounding or format.default_scale_rounding, nonfinite)
     if constants.kind == NEAREST_UE4M3 and global_scale is None:
         raise ValueError(f"global_scale: {format.name} needs one")
@@ -80,6 +80,21 @@ def quantize(
         scratch,
     )
     return data, scale
+
+
+@partial(jax.jit, static_argnames="format")
+def global_scale(x: jax.Array, format: Format) -> jax.Array:
+    """As ``calls.global_scale``: what :func:`quantize` takes, of a format that has one."""
+    _check_dtype(x)
+    grid = _geometry(x.shape, formats["mxfp8"], -1)  # any blocks along the rows
+    (found,) = _Work(f"global_scale_{x.dtype.name}", grid.tiles, grid.chunk(_CHUNK)).call(
+        (x,),
+        (jax.ShapeDtypeStruct((grid.tiles,), np.int32),),
+        _described(format, grid),
+        (np.empty(grid.width, _ITEMS[x.dtype.name]),),
+    )
+    bits = jnp.max(found, initial=0)
+    return jax.lax.bitcast_convert_type(jnp.where(bits == 0, np.int32(FP32_ONE), bits), FLOAT32)
 
 
 @partial(jax.jit, static_argnames=("format", "shape", "axis", "dtype"))
@@ -159,16 +174,16 @@ class _Work:
         words: Sequence[int],
         scratch: Iterable[np.ndarray],
     ) -> Sequence[jax.Array]:
-        """What XLA gets of a call; ``words`` and ``scratch`` (its sizes) are of ``xla_tasks``."""
+        """What XLA gives; ``words`` and ``scratch`` (only its sizes) are of ``xla_tasks``."""
         from . import xla_frame as frame
 
         if not self.tiles:
             return [jnp.zeros(each.shape, each.dtype) for each in results]
         places, end = [], 0
         for array in scratch:
-            places += [end, array.size]
+            places += [end, array.nbytes]
             end += -(-array.nbytes // frame.CACHE_LINE) * frame.CACHE_LINE
-        sizes = [math.prod(each.shape) for each in (*operands, *results)]
+        sizes = [math.prod(each.shape) * each.dtype.itemsize for each in (*operands, *results)]
         sizes += [0] * (frame.MOST_BUFFERS - len(sizes))
         threads = max(1, min(os.cpu_count() or 1, self.tiles // self.chunk))
         header = _registered(self.kind), self.tiles, self.chunk, threads, end
@@ -191,6 +206,11 @@ def _registered(kind: str) -> int:
     capsule = jax.ffi.pycapsule(xla_tasks.handler())
     jax.ffi.register_ffi_target(_NAME + kind, capsule, platform="cpu")
     return number
+
+
+def _check_dtype(x: jax.Array) -> None:
+    if x.dtype.name not in _ITEMS:
+        raise TypeError(f"x: got {x.dtype}; expected float32, bfloat16 or float16")
 
 
 def _geometry(shape: Sequence[int], format: Format, axis: int) -> Geometry:

@@ -21,9 +21,10 @@ from numba.extending import intrinsic
 from numba.np.arrayobj import populate_array
 
 from ...jit import compiled, inlined, spliced
+from .huge_pages import ADVICE, LEAST, PAGE, madvise
 
 MOST_BUFFERS = 7  # operands, then results, without the room
-# Words of a plan, of every kind of task, then how many items buffers have, then the kind's own.
+# Words of a plan, of every kind of task, then how many bytes buffers have, then the kind's own.
 KIND, TILES, CHUNK, THREADS, SCRATCH, SIZES = range(6)
 OWN = SIZES + MOST_BUFFERS
 # Words of the room that threads share, then addresses of buffers, then the plan.
@@ -39,11 +40,13 @@ _VERSION, _ERROR_DESTROY, _SCHEDULE, _NUM_THREADS, _CREATE, _SET_AVAILABLE = 4, 
 _METADATA_TYPE = 1
 _MAJOR, _MINOR = 0, 3  # of the header that this was written from
 
-#: Addresses of tasks, which the compiled code finds by name: it may come from a file.
-KINDS = 16
-tasks = (ctypes.c_int64 * KINDS)()
-_TASKS = "blockscale_xla_tasks"
-llvmlite.binding.add_symbol(_TASKS, ctypes.addressof(tasks))
+#: Addresses of tasks by kind, and last of madvise: compiled code, which may come from a file, finds
+#: them by name.
+functions = (ctypes.c_int64 * 16)()
+if madvise is not None:
+    functions[-1] = ctypes.cast(madvise, ctypes.c_void_p).value
+_NAME = "blockscale_xla_functions"
+llvmlite.binding.add_symbol(_NAME, ctypes.addressof(functions))
 
 
 def room(plan: int, threads: int, scratch: int) -> int:
@@ -59,19 +62,20 @@ _shared_bytes = inlined(_shared)
 
 
 @intrinsic
-def items(context, address, count, dtype):
-    """``count`` items of ``dtype`` that lie at an address: numba lets no function return arrays
-    without reference counts, but what is spliced into another."""
+def view(context, address, nbytes, dtype):
+    """Memory at an address as items of ``dtype``: numba lets no function return arrays without
+    reference counts, but what is spliced into another."""
     array_type = types.Array(dtype.dtype, 1, "C")
 
     def generate(context, builder, signature, args):
         array = context.make_array(array_type)(context, builder)
         item = context.get_data_type(array_type.dtype)
         size = ir.Constant(args[1].type, context.get_abi_sizeof(item))
+        count = builder.sdiv(args[1], size)
         populate_array(
             array,
             data=builder.inttoptr(args[0], item.as_pointer()),
-            shape=[args[1]],
+            shape=[count],
             strides=[size],
             itemsize=size,
             meminfo=None,
@@ -82,12 +86,10 @@ def items(context, address, count, dtype):
 
 
 @intrinsic
-def _tasks(context):
+def _functions(context):
     def generate(context, builder, signature, args):
         word = ir.IntType(64)
-        found = builder.module.globals.get(_TASKS) or ir.GlobalVariable(
-            builder.module, word, _TASKS
-        )
+        found = builder.module.globals.get(_NAME) or ir.GlobalVariable(builder.module, word, _NAME)
         return builder.ptrtoint(found, word)
 
     return types.intp(), generate
@@ -128,27 +130,28 @@ def _ask(context, function, words):
 
 
 @intrinsic
-def _run(context, function, argument):
+def _call(context, function, words):
     def generate(context, builder, signature, args):
-        kind = ir.FunctionType(ir.VoidType(), [args[1].type])
-        builder.call(builder.inttoptr(args[0], kind.as_pointer()), [args[1]])
+        given = cgutils.unpack_tuple(builder, args[1], len(signature.args[1]))
+        kind = ir.FunctionType(ir.VoidType(), [each.type for each in given])
+        builder.call(builder.inttoptr(args[0], kind.as_pointer()), given)
         return context.get_dummy_value()
 
-    return types.void(types.intp, types.intp), generate
+    return types.void(types.intp, words), generate
 
 
 @spliced
 def _words(address, count):
-    return items(address, count, np.int64)
+    return view(address, 8 * count, np.int64)
 
 
 @compiled
 def _describe(extension, api):
     """Say which version of the FFI this is written for, or an older one that is there."""
     address = _words(extension, 4)[_METADATA]
-    metadata, halves = _words(address, 5), items(address, 10, np.int32)
+    metadata, halves = _words(address, 5), view(address, 40, np.int32)
     metadata[1], metadata[2] = 24, 0
-    halves[6], halves[7] = _MAJOR, min(_MINOR, items(api + 8 * _VERSION, 2, np.int32)[1])
+    halves[6], halves[7] = _MAJOR, min(_MINOR, view(api + 8 * _VERSION, 8, np.int32)[1])
     halves[8] = 0  # no traits
 
 
@@ -164,11 +167,20 @@ def _threads(api, context, wanted, place):
     return max(min(_words(place, 1)[0], wanted), 1)
 
 
+@compiled
+def _advise(address, nbytes):
+    """As ``huge_pages.advise``."""
+    madvise = _words(_functions(), 16)[15]
+    if nbytes >= LEAST and madvise:
+        start = -(-address // PAGE) * PAGE
+        _call(madvise, (start, (address + nbytes - start) // PAGE * PAGE, ADVICE))
+
+
 def answer(address):
     """What XLA calls with the address of a frame: 0 or the address of an error."""
     frame = _words(address, 22)
     extension = frame[_EXTENSION]
-    if extension and items(extension + 8, 1, np.int32)[0] == _METADATA_TYPE:
+    if extension and view(extension + 8, 4, np.int32)[0] == _METADATA_TYPE:
         _describe(extension, frame[_FRAME_API])
         return 0
     attribute = _words(_words(frame[_ATTRS], 1)[0], 3)
@@ -180,6 +192,7 @@ def answer(address):
         shared[_BUFFERS + i] = _words(args[i], 4)[_BUFFER_ADDRESS]
     for i in range(rets.size - 1):
         shared[_BUFFERS + args.size + i] = _words(rets[i], 4)[_BUFFER_ADDRESS]
+        _advise(shared[_BUFFERS + args.size + i], plan[SIZES + args.size + i])
     for i in range(plan.size):
         shared[_PLAN + i] = plan[i]
 
@@ -191,7 +204,7 @@ def answer(address):
     # several each: one that is held up does fewer
     several = -(-plan[TILES] // (8 * threads)) if threads > 1 else plan[TILES]
     shared[_AT_ONCE] = max(plan[CHUNK], several)
-    task = _words(_tasks(), KINDS)[plan[KIND]]
+    task = _words(_functions(), 16)[plan[KIND]]
     if threads > 1:
         error, future = _ask(api[_CREATE], (0,))
         if error:
@@ -202,7 +215,7 @@ def answer(address):
             if error:  # this thread does it all
                 _ask(api[_ERROR_DESTROY], (error,))
                 _add(shared_address + 8 * _RUNNING, -1)
-    _run(task, shared_address)
+    _call(task, (shared_address,))
     return 0
 
 
@@ -214,7 +227,7 @@ def plan_of(address):
 @spliced
 def buffer(address, i, dtype):
     """Operand or result ``i`` of the call; results come after operands."""
-    return items(_words(address, _PLAN)[_BUFFERS + i], plan_of(address)[SIZES + i], dtype)
+    return view(_words(address, _PLAN)[_BUFFERS + i], plan_of(address)[SIZES + i], dtype)
 
 
 @compiled

@@ -15,25 +15,28 @@ from numba import types
 from numba.np.unsafe.ndarray import to_fixed_tuple
 
 from ... import jit
-from ...rounding import FP32_ONE
+from ...formats import E4M3
+from ...rounding import FP32_ONE, MIN_GLOBAL
 from ..common.spec import NEAREST_UE4M3, Spec
 from . import arith, decoding, encoding, multiplying
 from .compiled import SOURCES
+from .intrinsics import as_bits, as_float
 from .spec import Geometry, least_scale
-from .xla_frame import OWN, answer, buffer, items, join, leave, plan_of, take, tasks
+from .xla_frame import OWN, answer, buffer, functions, join, leave, plan_of, take, view
 
-# Words of a plan, after those of every kind; last, where scratch arrays begin and their sizes.
+# Words of a plan, after those of every kind; last, where scratch arrays begin and their bytes.
 _FP32_SCALES, _GEOMETRY = OWN, OWN + 1
 _SPEC = _GEOMETRY + len(Geometry._fields)
 _SCRATCH = _SPEC + len(Spec._fields)
 
+_LARGEST_SCALE = E4M3.max
 _least_scale = jit.inlined(least_scale)
 
 
 @jit.spliced
 def _scratch(base, plan, i, dtype):
     at = _SCRATCH + 2 * i
-    return items(base + plan[at], plan[at + 1], dtype)
+    return view(base + plan[at], plan[at + 1], dtype)
 
 
 @jit.inlined
@@ -156,11 +159,46 @@ def _multiply(item):
     return multiply
 
 
+def _global_scale(limit):
+    """Operands: x. Results: bits of global scales of tiles, the largest is that of x; 0 of zeros.
+
+    They are divided here, as XLA multiplies by a reciprocal instead. ``limit``: the largest finite
+    item.
+    """
+
+    def for_items(item):
+        def global_scale(address):
+            plan, base = plan_of(address), join(address)
+            geometry, spec = _described(plan)
+            x, out = buffer(address, 0, item), buffer(address, 1, np.int32)
+            largest = np.float32(_LARGEST_SCALE) * as_float(np.int32(spec.max_bits))
+            scratch = _scratch(base, plan, 0, item)
+            for c in range(scratch.size):
+                scratch[c] = 0
+            first, last = take(address)
+            while first < last:
+                for tile in range(first, last):
+                    out[tile] = 0
+                amax = encoding.amax_tiles(x, geometry, limit, scratch, first, last)
+                if amax:
+                    found = arith.exact_divide(np.int64(amax), np.int64(as_bits(largest)))
+                    out[first] = max(found, MIN_GLOBAL)
+                first, last = take(address)
+            leave(address)
+
+        return global_scale
+
+    return for_items
+
+
 #: Kinds of tasks: what compiles each, for which items of memory.
 KINDS: dict[str, tuple[Callable, object]] = {
     "quantize_float32": (_quantize, np.int32),
     "quantize_bfloat16": (_quantize, np.uint16),
     "quantize_float16": (_quantize, np.int16),
+    "global_scale_float32": (_global_scale(0x7F7FFFFF), np.int32),
+    "global_scale_bfloat16": (_global_scale(0x7F7F), np.uint16),
+    "global_scale_float16": (_global_scale(0x7BFF), np.int16),
     "dequantize_float32": (_dequantize, np.int32),
     "dequantize_bfloat16": (_dequantize, np.uint16),
     "multiply": (_multiply, np.float32),
@@ -173,7 +211,7 @@ def load(kind: str) -> int:
     build, item = KINDS[kind]
     function, number = build(item), list(KINDS).index(kind)
     function.__qualname__ = kind
-    tasks[number] = jit.c_function(SOURCES, types.void(types.intp))(function)
+    functions[number] = jit.c_function(SOURCES, types.void(types.intp))(function)
     return number
 
 
