@@ -33,6 +33,7 @@ _MARKS = {
     ),
     "slow": (
         *("kernels/test_cpu", "test_ops", "test_fused", "test_properties", "training/"),
+        "jax/test_cpu_ffi",
         *("nn/test_nn_ranks", "nn/test_nn_quantized_ranks", "nn/test_nn_compile"),
         *("nn/test_nn_layer_plan", "checkpoint/test_checkpoint_kill"),
     ),

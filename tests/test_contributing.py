@@ -33,7 +33,7 @@ def test_the_names_are_found():
 
 def test_folders_of_tests_are_packages():
     """``tests/`` mirrors ``src/blockscale/``, but for what is checked from outside of it."""
-    # of vllm: a folder of that name here would be taken for it
-    others = {"gpu", "hardware", "oracles", "serving"}
+    # of vllm and of jax: folders of these names here would be taken for them
+    others = {"gpu", "hardware", "oracles", "serving", "with_jax"}
     folders = {p.parent.name for p in (ROOT / "tests").glob("*/*.py")} - others
     assert all((ROOT / "src/blockscale" / f).is_dir() or (ROOT / f).is_dir() for f in folders)

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
-from numba import njit
+from numba import cfunc, njit
+from numba.core.caching import FunctionCache
 
 # Without reference counts, which numba does not get out of the loops, some of them are twice as
 # fast. All memory therefore comes from the caller. Functions that only compiled code calls need no
@@ -27,7 +29,7 @@ _entry_without_cache = njit(**OPTIONS)
 
 def cached(sources: Iterable[Path]) -> Callable:
     """The decorator of functions that Python calls; they are made of what ``sources`` hold."""
-    version = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
+    version = _version(sources)
 
     def decorate(function):
         function.__qualname__ = f"{function.__name__}-{version}"
@@ -48,3 +50,29 @@ def cached(sources: Iterable[Path]) -> Callable:
         return call
 
     return decorate
+
+
+def c_function(sources: Iterable[Path], signature: object) -> Callable:
+    """The decorator of functions that C calls, made of what ``sources`` hold, into their addresses:
+    they are compiled, or read from disk, at once."""
+    version = _version(sources)
+
+    def decorate(function):
+        function.__qualname__ = f"{function.__qualname__}-{version}"
+        try:
+            compiled = cfunc(signature, cache=True, **OPTIONS)(function)
+        except Exception:  # no folder can be written to, a full disk, or a damaged file
+            with suppress(RuntimeError, OSError):
+                FunctionCache(function).flush()
+            compiled = cfunc(signature, **OPTIONS)(function)
+        _kept.append(compiled)
+        return compiled.address
+
+    return decorate
+
+
+_kept = []  # C functions: their code is freed with them
+
+
+def _version(sources: Iterable[Path]) -> str:
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]

@@ -25,6 +25,7 @@ __all__ = [
     "FP32_NAN",
     "FP32_ONE",
     "MANTISSA_LIMIT",
+    "MIN_GLOBAL",
     "ROOM",
     "block_scale",
     "decode",
@@ -48,7 +49,7 @@ FP32_MAX = 0x7F7FFFFF
 FP32_INF = 0x7F800000
 FP32_NAN = 0x7FC00000
 _MIN_NORMAL = 0x00800000  # 2^-126
-_MIN_GLOBAL = (127 - 117) << 23  # 2^-117: times the smallest UE4M3 scale, 2^-9, still normal
+MIN_GLOBAL = (127 - 117) << 23  # 2^-117: times the smallest UE4M3 scale, 2^-9, still normal
 
 
 # --- fp32 as integers -----------------------------------------------------------------------------
@@ -302,7 +303,7 @@ def global_scale_from_amax(
     """
     xp, bits = namespace(amax), float32_bits(amax)
     largest = _float_bits(E4M3.max * format.element.max, bits)
-    scale = xp.clip(divide(bits, largest), min=_MIN_GLOBAL)
+    scale = xp.clip(divide(bits, largest), min=MIN_GLOBAL)
     scale = xp.where(bits == 0, FP32_ONE, scale)
     scale = scale if scaling == "amax" else multiply(scale, _float_bits(ROOM, bits))
     return from_float32_bits((scale + 0x7FFFFF) & FP32_INF if power_of_two else scale)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("jax", reason="jax is not installed")
 
-import jax
 import jax.numpy as jnp
 
 import blockscale as bs
 import blockscale.jax as bsj
+import jax
+from blockscale.jax import formulas
 
 DTYPES = {"float32": np.uint32, "bfloat16": np.uint16, "float16": np.uint16}
 
@@ -56,11 +59,34 @@ def nasty(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     return torch.where(rows[:, None], calm, bits.view(dtype))
 
 
-ROUNDINGS = [(name, each) for name, f in bs.formats.items() for each in f.scale.roundings]
+@pytest.fixture(params=["loops", "formulas"])
+def way(request, monkeypatch):
+    """Compiled loops, which JAX has on a CPU, or the formulas that XLA compiles elsewhere."""
+    if request.param == "formulas":
+        quantize, array = (sys.modules[f"blockscale.jax.{name}"] for name in ("quantize", "array"))
+        monkeypatch.setattr(quantize, "encoded", formulas.encoded)
+        monkeypatch.setattr(array, "decoded", formulas.decoded)
+        monkeypatch.setattr(
+            quantize,
+            "default_global_scale",
+            lambda x, format: formulas.default_global_scale(formulas.largest_finite(x), format),
+        )
+    return request.param
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("name", "rounding"), ROUNDINGS)
+#: Formulas of other dtypes with two formats alone: dtypes are told apart before formats are.
+CASES = [
+    (way, name, rounding, dtype)
+    for name, f in bs.formats.items()
+    for rounding in f.scale.roundings
+    for dtype in (torch.float32, torch.bfloat16, torch.float16)
+    for way in ("loops", "formulas")
+    if way == "loops" or dtype == torch.float32 or name in ("mxfp8", "nvfp4")
+]
+
+
+@pytest.mark.parametrize(("way", "name", "rounding", "dtype"), CASES, indirect=["way"])
+@pytest.mark.usefixtures("way")
 def test_bytes(name, rounding, dtype):
     for shape, axis, nonfinite in ((33, 96), -1, "propagate"), ((2, 130, 256), -2, "te"):
         x, how = nasty(dtype, *shape), {"scale_rounding": rounding, "nonfinite": nonfinite}
@@ -69,6 +95,7 @@ def test_bytes(name, rounding, dtype):
 
 
 @pytest.mark.parametrize("name", bs.formats)
+@pytest.mark.usefixtures("way")
 def test_every_bfloat16(name):
     x = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     for each in (x.view(256, 256), x.view(256, 256).mT.contiguous()):
@@ -79,6 +106,7 @@ def test_every_bfloat16(name):
     ("mxfp8", "tcgen05"), ("nvfp4", "tcgen05"), ("mxfp4", "packed"), ("fp8_1x128", "sm90"),
 ])  # fmt: skip
 @pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.usefixtures("way")
 def test_layouts(name, layout, axis):
     x = nasty(torch.float32, 200, 384)
     wanted = bs.quantize(x, name, axis, layout=layout, pad=True)
@@ -100,6 +128,7 @@ def test_stochastic(name):
         assert_same(bsj.quantize(of_torch(x), name, axis, seed=7, pad=True), wanted)
 
 
+@pytest.mark.usefixtures("way")
 def test_k_major():
     x = nasty(torch.bfloat16, 64, 256)
     assert_same(
@@ -116,6 +145,7 @@ def test_a_global_scale_that_is_given():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+@pytest.mark.usefixtures("way")
 def test_many_fp32_patterns(name):
     """16 million, an odd step apart."""
     bits = torch.arange(1 << 24, dtype=torch.int64) * 257

@@ -9,7 +9,8 @@ import jax
 
 from ..dtypes import FLOAT32
 from ..formats import Format, formats
-from .formulas import Stored, decoded
+from .dispatch import decoded
+from .formulas import Stored
 
 __all__ = ["ScaledArray"]
 

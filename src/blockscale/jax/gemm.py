@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
+import jax
+
+from ..kernels.cpu.spec import MAX_SKINNY_M, supported
 from .array import ScaledArray
 from .checks import check_product
+from .dispatch import multiplied
 from .quantize import dequantize
 
 __all__ = ["gemm", "grouped_gemm"]
@@ -32,7 +35,10 @@ def gemm(
     Raises TypeError or ValueError, with the remedy, when it is traced.
     """
     check_product(a, b)
-    acc = jnp.matmul(_values(a), _values(b), precision=jax.lax.Precision.HIGHEST)
+    if a.ndim == 2 and 0 < a.shape[0] <= MAX_SKINNY_M and b.turned == (True, True) and _is_whole(b):
+        acc = multiplied(_values(a), b.data, b.scale, b.global_scale, b.kind)
+    else:
+        acc = jnp.matmul(_values(a), _values(b), precision=jax.lax.Precision.HIGHEST)
     if bias is not None:
         acc = acc + jnp.asarray(bias, jnp.float32)
     return acc.astype(jnp.bfloat16 if out_dtype is None else out_dtype)
@@ -65,6 +71,11 @@ def grouped_gemm(
     sizes = jnp.diff(offsets, prepend=0)
     acc = jax.lax.ragged_dot(_values(a), _values(b), sizes, precision=jax.lax.Precision.HIGHEST)
     return acc.astype(jnp.bfloat16 if out_dtype is None else out_dtype)
+
+
+def _is_whole(b: ScaledArray) -> bool:
+    """Whether the loops multiply by it as it lies."""
+    return b.layout == "compact" and b.length is None and supported(b.kind)
 
 
 def _values(x: ScaledArray | jax.Array) -> jax.Array:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+
+import jax
 
 from ..formats import Format
 from .array import ScaledArray
 from .checks import check_quantize, check_scaled
-from .formulas import Asked, default_global_scale, encoded, largest_finite
+from .dispatch import encoded
+from .dispatch import global_scale as default_global_scale
+from .formulas import Asked
 
 __all__ = ["dequantize", "quantize", "quantize_both"]
 
@@ -107,7 +110,7 @@ def _global_scale(
             raise ValueError(f"global_scale: {format.name!r} has none; leave it out")
         return None
     if given is None:
-        return default_global_scale(largest_finite(x), format)
+        return default_global_scale(x, format)
     scalar = jnp.asarray(given, jnp.float32)
     if scalar.shape != x.shape[:-2]:
         if scalar.size != 1:

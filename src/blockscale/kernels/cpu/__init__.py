@@ -1,5 +1,5 @@
 """Quantization and products of few rows on a CPU, compiled by numba.
 
-``calls`` takes torch's tensors; the loops (``encoding``, ``decoding``, ``multiplying``, ...) take
-numpy's arrays and know no torch.
+``calls`` takes torch's tensors and ``xla`` takes JAX's arrays; the loops (``encoding``,
+``decoding``, ``multiplying``, ...) take numpy's arrays and know no torch.
 """

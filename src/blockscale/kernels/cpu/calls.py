@@ -7,10 +7,7 @@ numba is imported by the first call. Results do not depend on the number of thre
 
 from __future__ import annotations
 
-import ctypes
 import math
-import mmap
-import sys
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -21,11 +18,21 @@ from torch import Tensor
 from ...error_sums import SLACK, ErrorSums
 from ...formats import UE4M3, Format, formats
 from ...memory import memory_of
-from ...rounding import FP32_INF, FP32_ONE, float32_bits, from_float32_bits, global_scale_from_amax
+from ...rounding import FP32_ONE, float32_bits, from_float32_bits, global_scale_from_amax
 from ...seed import Numbers, numbers_of
 from ...threads import run
 from ..common.spec import NEAREST_UE4M3, specify
-from .spec import Geometry, Strided, geometry, scale_values, supported, values
+from . import huge_pages
+from .spec import (
+    MAX_SKINNY_M,
+    Geometry,
+    Strided,
+    geometry,
+    least_scale,
+    scale_values,
+    supported,
+    values,
+)
 
 __all__ = [
     "ITEMS",
@@ -41,29 +48,13 @@ __all__ = [
     "swiglu_backward",
 ]
 
-#: Rows of ``x`` up to which :func:`multiply` is faster than to dequantize and call a BLAS.
-MAX_SKINNY_M = 16
-
 #: How the loops see x, and its largest finite item.
 ITEMS = {torch.float32: np.int32, torch.bfloat16: np.uint16, torch.float16: np.int16}
 _LARGEST = {torch.float32: 0x7F7FFFFF, torch.bfloat16: 0x7F7F, torch.float16: 0x7BFF}
 _NO_TABLE, _NO_BYTES = np.empty(0, np.int32), np.empty(0, np.uint8)
 _CHUNK = 1 << 18  # elements that are worth a thread of their own: some 50 microseconds
-_HUGE = 1 << 22  # bytes
-_PAGE, _MADV_HUGEPAGE = mmap.PAGESIZE, getattr(mmap, "MADV_HUGEPAGE", 14)
-
-
-def _find_madvise() -> Callable[[int, int, int], int] | None:
-    if not sys.platform.startswith("linux"):
-        return None
-    function = ctypes.CDLL(None).madvise
-    function.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-    return function
-
 
 T = TypeVar("T")
-
-_madvise = _find_madvise()
 
 
 def quantize(
@@ -319,12 +310,9 @@ def error_sums(
 def _decoded(format: Format, global_scale: Tensor | None) -> tuple[object, ...]:
     """What the loops that decode need of a format and a global scale."""
     factor = FP32_ONE if global_scale is None else _scalar_bits(global_scale)
-    least = 255  # as an exponent: no scale
-    if 1 << 23 <= factor < FP32_INF:
-        # 2^-100 times an element is far from subnormal; so must be its product with the factor
-        least = min(127 - 100 + max(0, 127 - (factor >> 23)), 255)
     constants = specify(format, format.default_scale_rounding, "te")
-    return constants, values(format.element), scale_values(format.scale), factor, least << 23
+    tables = values(format.element), scale_values(format.scale)
+    return constants, *tables, factor, least_scale(factor)
 
 
 def _fp32_rows(x: Tensor) -> Tensor:
@@ -390,13 +378,9 @@ def _scalar_bits(value: Tensor) -> int:
 
 
 def _empty(shape: Sequence[int], dtype: torch.dtype, transposed: bool = False) -> Tensor:
-    """A tensor, in huge pages where it is large: the first touch of small ones takes longer than
-    quantizing does. ``transposed``: the last but one dimension is the contiguous one.
-    """
+    """A tensor; ``transposed``: the last but one dimension is the contiguous one."""
     if transposed:
         return _empty((*shape[:-2], shape[-1], shape[-2]), dtype).mT
     out = torch.empty(tuple(shape), dtype=dtype)
-    if out.nbytes >= _HUGE and _madvise is not None:
-        start = -(-out.data_ptr() // _PAGE) * _PAGE
-        _madvise(start, (out.data_ptr() + out.nbytes - start) // _PAGE * _PAGE, _MADV_HUGEPAGE)
+    huge_pages.advise(out.data_ptr(), out.nbytes)
     return out

@@ -22,7 +22,9 @@ from . import (
 
 _numbers = Path(error_sums.__file__), Path(watch_vector.__file__)
 _sources = [*sorted(Path(__file__).parent.glob("*.py")), *_numbers]
-_cached = jit.cached([*_sources, Path(jit.__file__)])
+#: What the compiled functions are made of.
+SOURCES = [*_sources, Path(jit.__file__)]
+_cached = jit.cached(SOURCES)
 
 
 @_cached

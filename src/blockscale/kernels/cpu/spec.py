@@ -8,7 +8,10 @@ from typing import NamedTuple
 import numpy as np
 
 from ...formats import FP32, Element, Format, Scale
-from ...rounding import decode, scale_bits
+from ...rounding import FP32_INF, decode, scale_bits
+
+#: Rows of x up to which the loop that multiplies is faster than to dequantize and call a BLAS.
+MAX_SKINNY_M = 16
 
 
 class Geometry(NamedTuple):
@@ -58,6 +61,14 @@ def scale_values(scale: Scale) -> np.ndarray:
     """fp32 bits (int32) of each code of a one-byte scale; empty for fp32 scales."""
     found: np.ndarray = scale_bits(np.arange(0 if scale is FP32 else 256), scale).astype(np.int32)
     return found
+
+
+def least_scale(factor: int) -> int:
+    """fp32 bits of a scale from which on elements times it times ``factor`` are normal numbers."""
+    if factor < 1 << 23 or factor >= FP32_INF:
+        return 255 << 23  # as an exponent: no scale
+    # 2^-100 times an element is far from subnormal; so must be its product with the factor
+    return min(127 - 100 + max(0, 127 - (factor >> 23)), 255) << 23
 
 
 class Strided(NamedTuple):

@@ -7,7 +7,7 @@ import cutlass
 from cutlass import Float32, Uint32, cute, range_constexpr
 
 from ...formats import E4M3, get_format
-from ...rounding import _MIN_GLOBAL, FP32_ONE, ROOM
+from ...rounding import FP32_ONE, MIN_GLOBAL, ROOM
 from ..common import ptx
 from ..common.pdl import pdl_wait
 from ..common.tensor_specs import any_tensor, compile_for
@@ -123,7 +123,7 @@ class Amax:
         if thread == 0:
             largest = Float32(E4M3.max * self.format.element.max)
             quotient = ptx.divide(amax.bitcast(Float32), largest).bitcast(Uint32)
-            value = cutlass.max(quotient, Uint32(_MIN_GLOBAL))
+            value = cutlass.max(quotient, Uint32(MIN_GLOBAL))
             value = Uint32(cutlass.select_(amax == Uint32(0), Uint32(FP32_ONE), value))
             room = Float32(ROOM if self.config.room else 1)
             value = ptx.multiply(value.bitcast(Float32), room).bitcast(Uint32)
