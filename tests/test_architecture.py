@@ -18,7 +18,7 @@ ROOT = Path(blockscale.__file__).parent
 MOST_PARAMETERS = 8
 
 #: Packages whose ``__all__`` is what users call: an argument there has a default and a name.
-PUBLIC = ("", "nn", "reference", "emulator", "distributed", "checkpoint")
+PUBLIC = ("", "nn", "reference", "emulator", "distributed", "checkpoint", "jax")
 
 #: Decorators of functions whose parameters another program reads.
 DECORATORS = {

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
+
+import jax
 
 from ..checks import check_axis, check_flag, choose
 from ..formats import FP8_BLOCK, NONFINITE, Format, get_format
@@ -13,23 +14,27 @@ from ..layouts import get_layout
 from .array import ScaledArray
 from .formulas import Asked
 
-__all__ = ["Formats", "check_product", "check_quantize", "check_scaled", "formats_of"]
+__all__ = ["Formats", "Request", "check_product", "check_quantize", "check_scaled", "formats_of"]
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
-def check_quantize(
-    x: Any,
-    format: str | Format,
-    axis: int,
-    scale_rounding: str | None,
-    layout: str,
-    nonfinite: str,
-    pad: bool,
-    k_major: bool,
-    seed: int | None,
-) -> Asked:
+class Request(NamedTuple):
+    """What a caller asks for, by the names of ``quantize``."""
+
+    format: str | Format
+    axis: int
+    scale_rounding: str | None
+    layout: str
+    nonfinite: str
+    pad: bool
+    k_major: bool
+    seed: int | None
+
+
+def check_quantize(x: Any, request: Request) -> Asked:
     """Raise TypeError or ValueError unless ``x`` can be quantized so."""
+    format, axis, scale_rounding, layout, nonfinite, pad, k_major, seed = request
     kind, axis, stored = get_format(format), check_axis(axis), get_layout(layout)
     check_flag("pad", pad)
     check_flag("k_major", k_major)

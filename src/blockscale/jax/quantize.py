@@ -11,7 +11,7 @@ import jax
 
 from ..formats import Format
 from .array import ScaledArray
-from .checks import check_quantize, check_scaled
+from .checks import Request, check_quantize, check_scaled
 from .dispatch import encoded
 from .dispatch import global_scale as default_global_scale
 from .formulas import Asked
@@ -56,7 +56,8 @@ def quantize(
     :func:`linear` is the differentiable way. Source: OCP MX v1.0 section 6.3 with the scale rounded
     up (arXiv 2506.08027).
     """
-    asked = check_quantize(x, format, axis, scale_rounding, layout, nonfinite, pad, k_major, seed)
+    request = Request(format, axis, scale_rounding, layout, nonfinite, pad, k_major, seed)
+    asked = check_quantize(x, request)
     x = jax.lax.stop_gradient(x)
     return _quantized(x, asked, _global_scale(x, asked.format, global_scale))
 
@@ -81,7 +82,7 @@ def quantize_both(
     that does.
     """
     how = scale_rounding, "compact", nonfinite, pad, k_major, seed
-    both = [check_quantize(x, format, axis, *how) for axis in (-1, -2)]
+    both = [check_quantize(x, Request(format, axis, *how)) for axis in (-1, -2)]
     x = jax.lax.stop_gradient(x)
     scalar = _global_scale(x, both[0].format, global_scale)
     rows, columns = (_quantized(x, asked, scalar) for asked in both)
