@@ -2,21 +2,14 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-import blockscale
-
-PACKAGE = Path(blockscale.__file__).parent
-
-# A process in which torch cannot be imported; the package's own __init__ is torch's side of it.
-WITHOUT = f"""
-import sys, types
+# A process in which torch cannot be imported.
+WITHOUT = """
+import sys
 sys.modules["torch"] = None
-package = types.ModuleType("blockscale")
-package.__path__ = [{str(PACKAGE)!r}]
-sys.modules["blockscale"] = package
+import blockscale
 """
 
 FORMULAS = """
@@ -88,7 +81,30 @@ assert scale.tolist() == [124, 125], scale  # 31 / 448 and 63 / 448, rounded up 
 """
 
 
-@pytest.mark.parametrize("code", [FORMULAS, KERNELS, LOOPS], ids=["formulas", "kernels", "loops"])
+NAMES = """
+import blockscale as bs
+wanting = []
+for name in bs.__all__:
+    try:
+        getattr(bs, name)
+    except ModuleNotFoundError as error:
+        assert f"blockscale.{name} needs PyTorch" in str(error) and "pip install" in str(error)
+        wanting.append(name)
+assert {"ScaledTensor", "checkpoint", "nn", "quantize", "warm"} <= set(wanting), wanting
+assert not {"Format", "Hadamard", "Quantization", "Seed", "formats", "layouts"} & set(wanting)
+try:
+    from blockscale import quantize
+except ImportError as error:
+    assert "pip install" in str(error)
+else:
+    raise AssertionError(quantize)
+assert not hasattr(bs, "nonsense")
+"""
+
+
+@pytest.mark.parametrize(
+    "code", [FORMULAS, KERNELS, LOOPS, NAMES], ids=["formulas", "kernels", "loops", "names"]
+)
 def test_torch_is_not_needed(code):
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT + code], capture_output=True, text=True, check=False

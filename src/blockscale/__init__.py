@@ -5,37 +5,35 @@
 >>> y = bs.gemm(q, bs.quantize(w, "mxfp8").mT)  # (M, K) @ (K, N)
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from . import (
-    nn,
-    tensor_join,  # noqa: F401 (fills the table of operations)
-)
-from .calibration import calibrate
+from . import arrival
 from .formats import Format, formats
-from .fused import (
-    layernorm_quantize,
-    rmsnorm_quantize,
-    swiglu_backward_quantize,
-    swiglu_quantize,
-)
-from .gemm import gemm, grouped_gemm
-from .gemm_quantize import gemm_quantize, grouped_gemm_quantize
-from .gptq import gptq
 from .hadamard import Hadamard
 from .layouts import layouts
-from .nn import Recipe, autocast, convert, quantize_, reuse_weights
-from .ops import FallbackWarning
 from .quantization import Quantization
-from .quantize import quantize, quantize_both
-from .routing import Routing, combine, route
 from .seed import Seed
-from .tensor import ScaledTensor
-from .warm import warm
 
 if TYPE_CHECKING:
-    from . import checkpoint, debug, distributed
+    from . import checkpoint, debug, distributed, nn
+    from .calibration import calibrate
+    from .fused import (
+        layernorm_quantize,
+        rmsnorm_quantize,
+        swiglu_backward_quantize,
+        swiglu_quantize,
+    )
+    from .gemm import gemm, grouped_gemm
+    from .gemm_quantize import gemm_quantize, grouped_gemm_quantize
+    from .gptq import gptq
+    from .nn import Recipe, quantize_, reuse_weights
+    from .nn.autocast import autocast
+    from .nn.convert import convert
+    from .ops import FallbackWarning
+    from .quantize import quantize, quantize_both
+    from .routing import Routing, combine, route
+    from .tensor import ScaledTensor
+    from .warm import warm
 
 __version__ = "0.1.0"
 
@@ -76,8 +74,17 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """``blockscale.checkpoint``, ``debug`` and ``distributed`` are imported when first used."""
-    if name in ("checkpoint", "debug", "distributed"):
-        return import_module(f".{name}", __name__)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # a type checker would let each misspelled name pass
+
+    def __getattr__(name: str) -> Any:
+        """What needs torch comes when it is first used; ImportError where there is no torch."""
+        if name in __all__:
+            return arrival.find(name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+arrival.defer()
