@@ -12,11 +12,11 @@ import torch
 
 pytest.importorskip("jax", reason="jax is not installed")
 
-import jax
 import jax.numpy as jnp
 
 import blockscale as bs
 import blockscale.jax as bsj
+import jax
 
 
 def normal(*shape: int, seed: int = 0, dtype: str = "float32") -> jax.Array:
@@ -226,3 +226,28 @@ def test_bad_input(call, kind, says):
         call()
     with pytest.raises(kind, match=says):
         jax.jit(call)()
+
+
+WITHOUT = """
+import sys
+sys.modules["torch"] = None
+import jax.numpy as jnp
+import blockscale.jax as bsj
+q = bsj.quantize(jnp.ones((32, 64)), "nvfp4")
+assert bool((bsj.linear(jnp.ones((4, 64)), q.mT.dequantize(), format="mxfp8") == 64).all())
+try:
+    bsj.to_torch(q)
+except ImportError:
+    pass
+else:
+    raise AssertionError
+"""
+
+
+def test_torch_is_not_imported():
+    """Nor needed, but for what goes to it."""
+    for code in (WITHOUT, "import sys, blockscale.jax; assert 'torch' not in sys.modules"):
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
