@@ -190,6 +190,34 @@ def test_flax():
     assert grad.kernel[...].shape == (64, 32)
 
 
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "fp8_1x128"])
+def test_checkpoints(name, tmp_path):
+    """Orbax saves and restores it as a whole."""
+    ocp = pytest.importorskip("orbax.checkpoint", reason="orbax is not installed")
+    q = bsj.quantize(normal(128, 256), name, axis=-2)
+    with ocp.StandardCheckpointer() as saver:
+        saver.save(tmp_path / "saved", {"w": q})
+        saver.wait_until_finished()
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), q)
+        found = saver.restore(tmp_path / "saved", {"w": like})["w"]
+    assert same(found, q)
+
+
+def test_other_platforms():
+    """Formulas, which call nothing of a CPU."""
+    shape = jax.ShapeDtypeStruct((32, 64), jnp.bfloat16)
+    for platform, by_loops in (("cpu", True), ("cuda", False)):
+        step = jax.jit(lambda x: bsj.quantize(x, "nvfp4").mT.dequantize())
+        found = jax.export.export(step, platforms=[platform], disabled_checks=CALLS)(shape)
+        assert ("custom_call" in found.mlir_module()) == by_loops
+
+
+#: Custom calls that an export may have.
+CALLS = [
+    jax.export.DisabledSafetyCheck.custom_call(f"blockscale_{each}")
+    for each in ("quantize_bfloat16", "global_scale_bfloat16", "dequantize_float32")
+]
+
 X = jnp.ones((32, 64))
 Q = bsj.quantize(X, "mxfp8")
 BAD = [
