@@ -70,6 +70,14 @@ def test_torch_and_back(name, axis):
     assert torch.equal(bsj.to_torch(mine.mT).dequantize(), q.mT.dequantize())
 
 
+@pytest.mark.parametrize("layout", ["tcgen05", "packed"])
+def test_layouts_of_torch(layout):
+    q = bs.quantize(torch.randn(200, 256), "mxfp8", layout=layout)
+    found = bsj.from_torch(q)
+    assert np.array_equal(found.dequantize(), q.dequantize())
+    assert torch.equal(bsj.to_torch(found).dequantize(), q.dequantize())
+
+
 @pytest.mark.parametrize(("left", "right"), [
     ("mxfp8", "mxfp4"), ("nvfp4", "nvfp4"), ("fp8_1x128", "fp8_128x128"), (None, "nvfp4"),
 ])  # fmt: skip
@@ -239,6 +247,16 @@ BAD = [
     (lambda: bsj.gemm(bsj.quantize(X[:, :32]), Q.mT), ValueError, "shapes"),
     (lambda: bsj.linear(X, X), ValueError, r"expected \(..., K\) and \(K, N\)"),
     (lambda: bsj.linear(X, X.T, gradients="nvfp4"), ValueError, "gradients"),
+    (lambda: bsj.linear(X, X.T, jnp.ones((3, 32))), ValueError, "bias: has shape"),
+    (lambda: bsj.gemm(Q, Q.mT, bias=jnp.ones((32, 1))), ValueError, "bias: has shape"),
+    (lambda: bsj.gemm(Q, Q.mT, "int32"), ValueError, "out_dtype: got int32"),
+    (lambda: bsj.dot_general(
+        jnp.ones((5, 8, 4)), jnp.ones((4, 8, 7)), (((1, 2), (0, 1)), ((), ()))),
+     ValueError, "match one by one"),
+    (lambda: jax.grad(lambda a: jax.grad(lambda b: (bsj.linear(b, X.T) ** 2).sum())(a).sum())(X),
+     NotImplementedError, "no second derivatives"),
+    (lambda: jax.grad(lambda w: jax.grad(lambda b: bsj.linear(b, w).sum())(X).sum())(X.T),
+     NotImplementedError, "no second derivatives"),
     (lambda: bsj.from_torch(X), TypeError, "ScaledTensor"),
     (lambda: bsj.dequantize(X), TypeError, "expected a ScaledArray"),
     (lambda: bsj.global_scale(X, "mxfp8"), ValueError, "no global scale"),

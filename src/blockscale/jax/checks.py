@@ -14,7 +14,15 @@ from ..layouts import get_layout
 from .array import ScaledArray
 from .formulas import Asked
 
-__all__ = ["Formats", "Request", "check_product", "check_quantize", "check_scaled", "formats_of"]
+__all__ = [
+    "Formats",
+    "Request",
+    "check_out_dtype",
+    "check_product",
+    "check_quantize",
+    "check_scaled",
+    "formats_of",
+]
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -100,6 +108,14 @@ def check_product(a: Any, b: Any, batched: int = 0) -> None:
         raise ValueError(
             f"a, b: have shapes {a.shape} and {b.shape}; expected (..., M, K) and (..., K, N)"
         )
+
+
+def check_out_dtype(dtype: Any) -> Any:
+    """bfloat16 of None. ValueError unless it is a float that products are rounded to."""
+    found = jnp.dtype(jnp.bfloat16 if dtype is None else dtype)
+    if found.name not in _DTYPES:
+        raise ValueError(f"out_dtype: got {found}; expected one of {', '.join(_DTYPES)}")
+    return found
 
 
 class Formats(NamedTuple):

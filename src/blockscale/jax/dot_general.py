@@ -6,8 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+
+import jax
 
 from .checks import Formats, formats_of
 from .formulas import times
@@ -103,6 +104,8 @@ def scaled_matmul(
 
     Raises ValueError where scales do not divide K.
     """
+    if lhs.shape[:1] != rhs.shape[:1]:
+        raise ValueError(f"lhs, rhs: have {lhs.shape[0]} and {rhs.shape[0]} matrices; pass as many")
     values = [
         _scaled(name, x, scales)
         for name, x, scales in (("lhs", lhs, lhs_scales), ("rhs", rhs, rhs_scales))
@@ -129,6 +132,16 @@ def _product(
     (left_k, right_k), (left_batch, right_batch) = (
         tuple(tuple(each) for each in pair) for pair in numbers
     )
+    for name, left_axes, right_axes in (
+        ("contracting", left_k, right_k),
+        ("batch", left_batch, right_batch),
+    ):
+        pair = tuple(lhs.shape[i] for i in left_axes), tuple(rhs.shape[i] for i in right_axes)
+        if pair[0] != pair[1]:
+            raise ValueError(
+                f"dimension_numbers: {name} dimensions of lhs have sizes {pair[0]}, of rhs "
+                f"{pair[1]}; name dimensions that match one by one"
+            )
     left_free = _others(lhs.ndim, left_k, left_batch)
     right_free = _others(rhs.ndim, right_k, right_batch)
 

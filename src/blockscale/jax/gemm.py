@@ -10,7 +10,7 @@ import jax
 
 from ..kernels.cpu.spec import MAX_SKINNY_M, supported
 from .array import ScaledArray
-from .checks import check_product
+from .checks import check_out_dtype, check_product
 from .dispatch import multiplied
 from .quantize import dequantize
 
@@ -35,13 +35,16 @@ def gemm(
     Raises TypeError or ValueError, with the remedy, when it is traced.
     """
     check_product(a, b)
+    out = check_out_dtype(out_dtype)
+    if bias is not None and jnp.shape(bias) != b.shape[-1:]:
+        raise ValueError(f"bias: has shape {jnp.shape(bias)}; expected {b.shape[-1:]}")
     if a.ndim == 2 and 0 < a.shape[0] <= MAX_SKINNY_M and b.turned == (True, True) and _is_whole(b):
         acc = multiplied(_values(a), b.data, b.scale, b.global_scale, b.kind)
     else:
         acc = jnp.matmul(_values(a), _values(b), precision=jax.lax.Precision.HIGHEST)
     if bias is not None:
         acc = acc + jnp.asarray(bias, jnp.float32)
-    return acc.astype(jnp.bfloat16 if out_dtype is None else out_dtype)
+    return acc.astype(out)
 
 
 def grouped_gemm(
@@ -68,9 +71,10 @@ def grouped_gemm(
             f"offsets: got {offsets.dtype} {offsets.shape}; expected int32 {b.shape[:1]}, the end "
             "of each group"
         )
+    out = check_out_dtype(out_dtype)
     sizes = jnp.diff(offsets, prepend=0)
     acc = jax.lax.ragged_dot(_values(a), _values(b), sizes, precision=jax.lax.Precision.HIGHEST)
-    return acc.astype(jnp.bfloat16 if out_dtype is None else out_dtype)
+    return acc.astype(out)
 
 
 def _is_whole(b: ScaledArray) -> bool:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import jax
 import jax.numpy as jnp
+
+import jax
 
 from ..dtypes import UINT8
 from ..dtypes import from_torch as numpy_dtype
 from ..dtypes import to_torch as torch_dtype
+from ..layouts import get_layout
 from .array import ScaledArray
 from .checks import check_scaled
 
@@ -32,7 +34,10 @@ def from_torch(q: ScaledTensor) -> ScaledArray:
     if q.offsets is not None:
         raise ValueError("q: has offsets, which arrays have not; quantize each group by itself")
     data, data_turned = _row_major(q.qdata)
-    scale, scale_turned = _row_major(q.qscale)
+    scales = q.qscale
+    if get_layout(q.layout_name).word is None:  # tiles are bytes there
+        scales = scales.view(q.format.scale.dtype)
+    scale, scale_turned = _row_major(scales)
     size = q.shape[q.axis]
     return ScaledArray(
         data,

@@ -40,9 +40,12 @@ def linear(
     Each operand is quantized along the contraction of its product, with blocks padded by zeros:
     x and w for the forward, the gradient and w for dgrad, x and the gradient for wgrad. Returns
     (..., N) in the dtype of ``x``. Raises TypeError or ValueError, with the remedy, when it is
-    traced. Source: the MXFP8 recipe of arXiv 2506.08027.
+    traced, NotImplementedError for second derivatives. Source: the MXFP8 recipe of arXiv
+    2506.08027.
     """
     formats = formats_of(format, gradients)
+    if bias is not None and bias.shape != w.shape[-1:]:
+        raise ValueError(f"bias: has shape {bias.shape}; expected {w.shape[-1:]}")
     if w.ndim != 2 or x.shape[-1:] != w.shape[:1]:
         raise ValueError(f"x, w: have shapes {x.shape} and {w.shape}; expected (..., K) and (K, N)")
     y = product(x.reshape(-1, x.shape[-1]), w, formats, x.dtype)
@@ -57,17 +60,34 @@ def product(x: jax.Array, w: jax.Array, formats: Formats, out_dtype: Any) -> jax
 
 
 def _forward(x: jax.Array, w: jax.Array, formats: Formats, out_dtype: Any) -> Any:
-    columns = _along(x, formats.activations, -2)
-    return product(x, w, formats, out_dtype), (columns, _along(w, formats.weights, -1))
+    columns, rows = _along(x, formats.activations, -2), _along(w, formats.weights, -1)
+    return product(x, w, formats, out_dtype), (columns, rows, x, w)
 
 
 def _backward(formats: Formats, out_dtype: Any, kept: Any, g: jax.Array) -> Any:
-    x, w = kept
-    grad_x = gemm(_along(g, formats.gradients, -1), w.mT, x.dtype)
-    grad_w = gemm(x.mT, _along(g, formats.gradients, -2), w.dtype)
+    return _gradients(formats, g, *kept)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gradients(
+    formats: Formats, g: jax.Array, columns: Any, rows: Any, x: jax.Array, w: jax.Array
+) -> Any:
+    """Of ``x`` and ``w``, by what was quantized; they are given so that their gradients, which what
+    was quantized does not have, are asked for."""
+    grad_x = gemm(_along(g, formats.gradients, -1), rows.mT, x.dtype)
+    grad_w = gemm(columns.mT, _along(g, formats.gradients, -2), w.dtype)
     return grad_x, grad_w
 
 
+def _refuse(*_: Any) -> Any:
+    """Else they would be zero."""
+    raise NotImplementedError(
+        "blockscale.jax.linear has no second derivatives; take them of a product that is not "
+        "quantized, jnp.matmul(x, w)"
+    )
+
+
+_gradients.defvjp(lambda formats, *given: (_gradients(formats, *given), None), _refuse)
 product.defvjp(_forward, _backward)
 
 
