@@ -17,13 +17,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import torch
 import typer
 
 import blockscale as bs
 import blockscale.jax as bsj
-import jax
 
 SIZE, CALLS = 4096, 9
 

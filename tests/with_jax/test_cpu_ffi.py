@@ -20,9 +20,9 @@ from blockscale.kernels.cpu import calls
 from oracles.patterns import every_half, random_bits
 
 pytest.importorskip("jax.numpy")  # this folder is a "jax", too
+import jax
 import jax.numpy as jnp
 
-import jax
 from blockscale.kernels.cpu import xla
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -12,11 +12,11 @@ import torch
 
 pytest.importorskip("jax", reason="jax is not installed")
 
+import jax
 import jax.numpy as jnp
 
 import blockscale as bs
 import blockscale.jax as bsj
-import jax
 
 
 def normal(*shape: int, seed: int = 0, dtype: str = "float32") -> jax.Array:

@@ -10,11 +10,11 @@ import torch
 
 pytest.importorskip("jax", reason="jax is not installed")
 
+import jax
 import jax.numpy as jnp
 
 import blockscale as bs
 import blockscale.jax as bsj
-import jax
 from blockscale.jax import formulas
 
 DTYPES = {"float32": np.uint32, "bfloat16": np.uint16, "float16": np.uint16}

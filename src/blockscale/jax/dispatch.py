@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
-import jax.numpy as jnp
-
 import jax
+import jax.numpy as jnp
 
 from ..formats import Format
 from ..kernels.cpu import xla as loops

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax.numpy as jnp
-
 import jax
+import jax.numpy as jnp
 
 from ..kernels.cpu.spec import MAX_SKINNY_M, supported
 from .array import ScaledArray

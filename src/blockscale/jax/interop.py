@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import jax.numpy as jnp
-
 import jax
+import jax.numpy as jnp
 
 from ..dtypes import UINT8
 from ..dtypes import from_torch as numpy_dtype

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-
-import jax
 
 from ..formats import Format
 from .array import ScaledArray

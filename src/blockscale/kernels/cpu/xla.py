@@ -17,10 +17,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-
-import jax
 
 from ...dtypes import FLOAT32
 from ...formats import FP32, UE4M3, Format, formats
