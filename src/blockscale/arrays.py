@@ -37,7 +37,7 @@ def bits_as(x: Array, dtype: np.dtype) -> Array:
 
 
 def device_of(x: Array) -> Any:
-    """Where it is; None of one that JAX only traces."""
+    """The device that holds ``x``; None where JAX only traces it."""
     return getattr(x, "device", None)
 
 

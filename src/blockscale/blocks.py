@@ -8,18 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .arrays import Array, device_of, namespace
+from .arrays import Array, bits_as, device_of, namespace
 from .formats import FP32, Format
 from .rounding import (
     FP32_INF,
     block_scale,
+    decode,
+    decode_scale,
     encode_magnitude,
     float32_bits,
     from_float32_bits,
     multiply,
 )
 
-__all__ = ["Choose", "encode_blocks", "finite_amax", "in_blocks", "store_scale"]
+__all__ = ["Choose", "decode_blocks", "encode_blocks", "finite_amax", "in_blocks", "store_scale"]
 
 #: Given finite magnitudes in blocks and the largest of each, as bits: codes of elements and scales.
 Choose = Callable[[Array, Array], tuple[Array, Array]]
@@ -102,8 +104,31 @@ def finite_amax(x: Array) -> Array:
 
 
 def store_scale(code: Array, format: Format) -> Array:
-    """Codes of scales as they are stored: fp32, or bytes (uint8)."""
+    """Codes of scales in the dtype that the format stores them in."""
     if format.scale is FP32:
         return from_float32_bits(code)
     xp = namespace(code)
-    return xp.astype(code, xp.uint8)
+    return bits_as(xp.astype(code, xp.uint8), format.scale.numpy_dtype)
+
+
+def decode_blocks(
+    codes: Array,
+    scale: Array,
+    format: Format,
+    *,
+    global_scale: Array | None = None,
+    block: Array | None = None,
+) -> Array:
+    """fp32 bits of ``(element * block_scale) * global_scale``, each product rounded once.
+
+    ``codes`` (..., M, K) uint8, one an element; ``scale`` compact, as it is stored;
+    ``global_scale``: bits, which have the dimensions of ``codes``; ``block``: the column of
+    ``scale`` of each of K, where blocks do not follow each other from the first on.
+    """
+    xp, (rows, columns) = namespace(codes), format.block
+    factors = float32_bits(decode_scale(scale, format.scale))
+    factors = xp.repeat(factors, columns, axis=-1) if block is None else factors[..., block]
+    if rows > 1 and codes.ndim > 1:
+        factors = xp.repeat(factors, rows, axis=-2)[..., : codes.shape[-2], :]
+    bits = multiply(float32_bits(decode(codes, format.element)), factors)
+    return bits if global_scale is None else multiply(bits, global_scale)

@@ -62,7 +62,7 @@ class ScaledArray:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the values."""
+        """The shape of the values, without padding."""
         shape = list(self.data.shape)
         if self.turned[0]:
             shape[-2:] = shape[:-3:-1]

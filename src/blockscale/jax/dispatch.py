@@ -67,7 +67,7 @@ def decoded(
 
 @partial(jax.jit, static_argnums=1)
 def global_scale(x: jax.Array, format: Format) -> jax.Array:
-    """That of all of ``x``."""
+    """The global scale of all of ``x``."""
 
     def by_formulas(x: jax.Array) -> jax.Array:
         return formulas.default_global_scale(formulas.largest_finite(x), format)

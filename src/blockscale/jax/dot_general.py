@@ -127,7 +127,7 @@ def _scaled(name: str, x: jax.Array, scales: jax.Array) -> jax.Array:
 def _product(
     lhs: jax.Array, rhs: jax.Array, numbers: _Dimensions, formats: Formats, out_dtype: Any
 ) -> jax.Array:
-    """Of (batch, M, K) and (batch, K, N)."""
+    """Multiply what is brought to (batch, M, K) and (batch, K, N)."""
     (left_k, right_k), (left_batch, right_batch) = (
         tuple(tuple(each) for each in pair) for pair in numbers
     )

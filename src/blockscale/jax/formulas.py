@@ -13,14 +13,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..blocks import encode_blocks, finite_amax, store_scale
+from ..blocks import decode_blocks, encode_blocks, finite_amax, store_scale
 from ..formats import Format
 from ..layouts import Layout, get_layout
 from ..layouts.scales import swizzle_scale, unswizzle_scale
 from ..philox import random_bits
 from ..rounding import (
-    decode,
-    decode_scale,
     float32_bits,
     from_float32_bits,
     global_scale_from_amax,
@@ -78,8 +76,8 @@ def encoded(x: jax.Array, scalar: jax.Array | None, asked: Asked) -> tuple[jax.A
         )
         data = pack(codes, format.element)
         data = _turn(data, axis == -2 and not format.turned(axis, asked.k_major))
-        stored = store_scale(scale, format).view(format.scale.numpy_dtype)
-        return data, swizzle_scale(_turn(stored, axis == -2), axis, asked.layout, None)
+        stored = _turn(store_scale(scale, format), axis == -2)
+        return data, swizzle_scale(stored, axis, asked.layout, None)
 
 
 @partial(jax.jit, static_argnums=3)
@@ -88,20 +86,14 @@ def decoded(
 ) -> jax.Array:
     """fp32 values."""
     format, axis, shape = stored.format, stored.axis, stored.shape
-    rows, columns = format.block
     with jax.enable_x64(True):
         codes = unpack(_turn(data, stored.turned[0] != (axis == -2)), format.element)
-        values = float32_bits(decode(codes, format.element))
         compact = format.scale_shape(shape, axis)
         layout, dtype = get_layout(stored.layout), format.scale.numpy_dtype
         scale = unswizzle_scale(scale, axis, layout, compact, dtype, None)
         scale = _turn(scale, stored.turned[1] != (axis == -2))
-        factors = jnp.repeat(float32_bits(decode_scale(scale, format.scale)), columns, axis=-1)
-        if rows > 1:
-            factors = jnp.repeat(factors, rows, axis=-2)[..., : values.shape[-2], :]
-        bits = multiply(values, factors)
-        if scalar is not None:
-            bits = multiply(bits, _of_matrices(scalar, 2))
+        scalar = None if scalar is None else _of_matrices(scalar, 2)
+        bits = decode_blocks(codes, scale, format, global_scale=scalar)
         return _turn(from_float32_bits(bits)[..., : shape[axis]], axis == -2)
 
 
@@ -114,7 +106,7 @@ def largest_finite(x: jax.Array) -> jax.Array:
 
 @partial(jax.jit, static_argnums=1)
 def default_global_scale(amax: jax.Array, format: Format) -> jax.Array:
-    """Of what has such a largest magnitude."""
+    """The global scale of an array whose largest finite magnitude is ``amax``."""
     with jax.enable_x64(True):
         return global_scale_from_amax(amax, format)
 

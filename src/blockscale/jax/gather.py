@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ..formats import Format, get_format
+from . import dispatch
 from .array import ScaledArray
 from .checks import check_scaled
 from .formulas import default_global_scale, largest_finite
@@ -70,8 +71,10 @@ def global_scale(x: jax.Array, format: str | Format, axis_name: str | None = Non
     kind = get_format(format)
     if not kind.has_global_scale:
         raise ValueError(f"format: {kind.name!r} has no global scale")
-    amax = largest_finite(jax.lax.stop_gradient(x))
-    return default_global_scale(amax if axis_name is None else jax.lax.pmax(amax, axis_name), kind)
+    x = jax.lax.stop_gradient(x)
+    if axis_name is None:
+        return dispatch.global_scale(x, kind)
+    return default_global_scale(jax.lax.pmax(largest_finite(x), axis_name), kind)
 
 
 def _place(dimension: int, turned: bool) -> int:

@@ -104,7 +104,7 @@ def dequantize(q: ScaledArray, dtype: Any = None) -> jax.Array:
 def _global_scale(
     x: jax.Array, format: Format, given: jax.Array | float | None
 ) -> jax.Array | None:
-    """Of all of ``x``, unless one is given."""
+    """The global scale that is given, or that of all of ``x``; None of formats without."""
     if not format.has_global_scale:
         if given is not None:
             raise ValueError(f"global_scale: {format.name!r} has none; leave it out")

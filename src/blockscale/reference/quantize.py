@@ -8,16 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..blocks import encode_blocks, finite_amax, in_blocks, store_scale
-from ..formats import FP32, GROUP_TILE, Format, padded_groups
+from ..blocks import decode_blocks, encode_blocks, finite_amax, in_blocks, store_scale
+from ..formats import GROUP_TILE, Format, padded_groups
 from ..philox import random_bits
 from ..rounding import (
-    decode,
-    decode_scale,
     float32_bits,
     from_float32_bits,
     global_scale_from_amax,
-    multiply,
     pack,
     unpack,
 )
@@ -91,8 +88,7 @@ def quantize(
         # packed data stays contraction-major, as FP4 units read it; 8-bit data is as x is
         stored = stored.mT if turned else stored.mT.contiguous()
         scale = scale.mT.contiguous()
-    stored_scale = store_scale(scale, format)
-    return stored, stored_scale if format.scale is FP32 else stored_scale.view(format.scale.dtype)
+    return stored, store_scale(scale, format)
 
 
 def _quantize_blocks(
@@ -146,21 +142,14 @@ def dequantize(
     """fp32 (element * block_scale) * global_scale, each product rounded once; padding cut off."""
     if axis == -2:
         data, scale, shape = data.mT, scale.mT, torch.Size((*shape[:-2], shape[-1], shape[-2]))
-    rows, columns = format.block
-    m, k = (shape[-2] if len(shape) > 1 else 1), shape[-1]
-    values = decode(unpack(data, format.element), format.element)
-    block = torch.arange(values.shape[-1], device=data.device) // columns
+    k, block, codes = shape[-1], None, unpack(data, format.element)
     if offsets is not None:
         position = apart_position(offsets, k)
-        block = position // columns
-        if values.shape[-1] != k:
-            values = values[..., position]
-    per_element = float32_bits(decode_scale(scale, format.scale))[..., block]
-    if len(shape) > 1:
-        per_element = per_element[..., torch.arange(m, device=data.device) // rows, :]
-    bits = multiply(float32_bits(values), per_element)
-    if global_scale is not None:
-        bits = multiply(bits, _bits(global_scale, 2))
+        block = position // format.block_size
+        if codes.shape[-1] != k:
+            codes = codes[..., position]
+    scalar = None if global_scale is None else _bits(global_scale, 2)
+    bits = decode_blocks(codes, scale, format, global_scale=scalar, block=block)
     if offsets is not None:  # past the last group there is no block; a neighbour's may be NaN
         bits = torch.where(torch.arange(k, device=data.device) < offsets[-1], bits, 0)
     out = from_float32_bits(bits)[..., :k]
