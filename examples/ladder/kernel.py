@@ -13,14 +13,14 @@ from cutlass.cute.nvgpu import cpasync
 
 from blockscale.kernels.common.copies import Copies, TmaTiles
 from blockscale.kernels.common.promotion import promote_l2
-from blockscale.kernels.common.tensor_specs import any_source, any_tensor, compile_for
+from blockscale.kernels.common.tensor_specs import HostFunction, any_source, any_tensor
 from blockscale.kernels.sm90 import ptx
 from blockscale.kernels.sm90.config import BLOCK_K
 from blockscale.kernels.sm90.epilogue import Epilogue
 
 from .config import MMA_N, LadderConfig
 
-__all__ = ["Ladder", "compile_config"]
+__all__ = ["Ladder", "host_function"]
 
 _ROWS = 64
 _LINE = 32  # scales of B that TMA brings at once: places in shared memory are 128 bytes apart
@@ -225,10 +225,10 @@ class Ladder:
                 acc[i] = value
 
 
-def compile_config(config: LadderConfig):
+def host_function(config: LadderConfig):
     """The host function of a kernel, which takes tensors of any shape."""
     spaced = config.transposed
-    return compile_for(
+    return HostFunction(
         config.arch,
         Ladder(config),
         any_tensor(cutlass.Uint8, 2, 16, True),

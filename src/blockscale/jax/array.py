@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from ..dtypes import FLOAT32
 from ..formats import Format, formats
@@ -14,6 +15,7 @@ from .formulas import Stored
 
 __all__ = ["ScaledArray"]
 
+_FLOATS = ("bfloat16", "float16", "float32")
 _STATIC = {"static": True}  # a part of the pytree's structure
 
 
@@ -85,8 +87,9 @@ class ScaledArray:
         """``(element * block_scale) * global_scale``, each product rounded once to fp32, then to
         ``dtype``, by default that of what was quantized."""
         how = Stored(self.kind, self.axis, self.layout, self.shape, self.turned)
-        values = decoded(self.data, self.scale, self.global_scale, how)
-        return values.astype(self.dtype if dtype is None else dtype)
+        rounded = jnp.dtype(self.dtype if dtype is None else dtype)
+        exact = rounded if rounded.name in _FLOATS else FLOAT32
+        return decoded(self.data, self.scale, self.global_scale, how, exact).astype(rounded)
 
     def __repr__(self) -> str:
         return f"ScaledArray({self.format}, shape={self.shape}, axis={self.axis}, {self.dtype})"

@@ -1,57 +1,94 @@
-"""By the compiled loops where JAX computes on a CPU, else by formulas: the same bytes."""
+"""By kernels on a GPU, by the compiled loops on a CPU, else by formulas: the same bytes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.custom_batching import sequential_vmap
 
 from ..formats import Format
 from ..kernels.cpu import xla as loops
 from ..layouts import get_layout
 from ..layouts.scales import swizzle_scale, unswizzle_scale
-from . import formulas
+from . import formulas, gpu_dequantize, gpu_quantize
 from .formulas import Asked, Stored
+from .launch import Target, fall_back, target
+
+T = TypeVar("T")
 
 __all__ = ["decoded", "encoded", "global_scale", "multiplied"]
 
 
-@partial(jax.jit, static_argnums=2)
-def encoded(x: jax.Array, scalar: jax.Array | None, asked: Asked) -> tuple[jax.Array, jax.Array]:
-    """As ``formulas.encoded``."""
-    by_formulas = partial(formulas.encoded, asked=asked)
-    if asked.seed is not None or not _takes(asked.format, scalar):
-        return by_formulas(x, scalar)
-
-    def by_loops(x: jax.Array, scalar: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        format, axis = asked.format, asked.axis
-        how = {"scale_rounding": asked.scale_rounding, "nonfinite": asked.nonfinite}
-        data, scale = loops.quantize(x, format, axis=axis, global_scale=scalar, **how)
-        if format.turned(axis, asked.k_major) and not format.turned(axis, False):
-            data = jnp.swapaxes(data, -1, -2)
-        scale = scale.view(format.scale.numpy_dtype)
-        return (
-            data.view(format.element.numpy_dtype),
-            swizzle_scale(scale, axis, asked.layout, None),
-        )
-
-    return jax.lax.platform_dependent(x, scalar, cpu=by_loops, default=by_formulas)
+def encoded(
+    x: jax.Array, scalar: jax.Array | None, *asked: Asked
+) -> list[tuple[jax.Array, jax.Array]]:
+    """As ``formulas.encoded``, for each of the axes that are ``asked`` for."""
+    goal = _target("quantize", partial(gpu_quantize.unsupported, scalar, asked))
+    return _encoded(x, scalar, asked, goal)
 
 
-@partial(jax.jit, static_argnums=3)
+@partial(jax.jit, static_argnums=(2, 3))
+def _encoded(
+    x: jax.Array, scalar: jax.Array | None, asked: tuple[Asked, ...], goal: Target | None
+) -> list[tuple[jax.Array, jax.Array]]:
+    def by_formulas(x: jax.Array, scalar: jax.Array | None) -> list[tuple[jax.Array, jax.Array]]:
+        return [formulas.encoded(x, scalar, each) for each in asked]
+
+    def by_loops(x: jax.Array, scalar: jax.Array | None) -> list[tuple[jax.Array, jax.Array]]:
+        return [_by_loops(x, scalar, each) for each in asked]
+
+    def by_kernels(x: jax.Array, scalar: jax.Array | None) -> list[tuple[jax.Array, jax.Array]]:
+        assert goal is not None
+        return gpu_quantize.encoded(x, scalar, asked, goal)
+
+    looped = asked[0].seed is None and _takes(asked[0].format, scalar)
+    ways = {"cpu": by_loops} if looped else {}
+    return _by_platform(ways, goal, by_kernels, by_formulas)(x, scalar)
+
+
+def _by_loops(x: jax.Array, scalar: jax.Array | None, asked: Asked) -> tuple[jax.Array, jax.Array]:
+    format, axis = asked.format, asked.axis
+    how = {"scale_rounding": asked.scale_rounding, "nonfinite": asked.nonfinite}
+    data, scale = loops.quantize(x, format, axis=axis, global_scale=scalar, **how)
+    if format.turned(axis, asked.k_major) and not format.turned(axis, False):
+        data = jnp.swapaxes(data, -1, -2)
+    scale = scale.view(format.scale.numpy_dtype)
+    return (
+        data.view(format.element.numpy_dtype),
+        swizzle_scale(scale, axis, asked.layout, None),
+    )
+
+
 def decoded(
-    data: jax.Array, scale: jax.Array, scalar: jax.Array | None, stored: Stored
+    data: jax.Array, scale: jax.Array, scalar: jax.Array | None, stored: Stored, dtype: np.dtype
 ) -> jax.Array:
-    """As ``formulas.decoded``; what lies turned is turned by who reads it."""
-    by_formulas = partial(formulas.decoded, stored=stored)
-    if not _takes(stored.format, scalar):
-        return by_formulas(data, scale, scalar)
+    """As ``formulas.decoded``, rounded once to ``dtype``; what lies turned is turned by who reads
+    it."""
+    goal = _target("dequantize", lambda goal: gpu_dequantize.unsupported(scalar, stored))
+    return _decoded(data, scale, scalar, stored, dtype, goal)
+
+
+@partial(jax.jit, static_argnums=(3, 4, 5))
+def _decoded(
+    data: jax.Array,
+    scale: jax.Array,
+    scalar: jax.Array | None,
+    stored: Stored,
+    dtype: np.dtype,
+    goal: Target | None,
+) -> jax.Array:
+    def by_formulas(data: jax.Array, scale: jax.Array, scalar: jax.Array | None) -> jax.Array:
+        return formulas.decoded(data, scale, scalar, stored).astype(dtype)
 
     def by_loops(data: jax.Array, scale: jax.Array, scalar: jax.Array | None) -> jax.Array:
         format, axis, shape = stored.format, stored.axis, stored.shape
-        compact, dtype = format.scale_shape(shape, axis), format.scale.numpy_dtype
-        scale = unswizzle_scale(scale, axis, get_layout(stored.layout), compact, dtype, None)
+        compact, found = format.scale_shape(shape, axis), format.scale.numpy_dtype
+        scale = unswizzle_scale(scale, axis, get_layout(stored.layout), compact, found, None)
         turned = stored.turned[0]
         if turned:
             shape, axis = (*shape[:-2], shape[-1], shape[-2]), -3 - axis
@@ -60,20 +97,32 @@ def decoded(
         values = loops.dequantize(
             _octets(data), _octets(scale), format, shape=shape, axis=axis, global_scale=scalar
         )
-        return jnp.swapaxes(values, -1, -2) if turned else values
+        return (jnp.swapaxes(values, -1, -2) if turned else values).astype(dtype)
 
-    return jax.lax.platform_dependent(data, scale, scalar, cpu=by_loops, default=by_formulas)
+    def by_kernels(data: jax.Array, scale: jax.Array, scalar: jax.Array | None) -> jax.Array:
+        assert goal is not None
+        return gpu_dequantize.decoded(data, scale, scalar, stored, dtype, goal)
+
+    ways = {"cpu": by_loops} if _takes(stored.format, scalar) else {}
+    return _by_platform(ways, goal, by_kernels, by_formulas)(data, scale, scalar)
 
 
-@partial(jax.jit, static_argnums=1)
 def global_scale(x: jax.Array, format: Format) -> jax.Array:
     """The global scale of all of ``x``."""
+    return _global_scale(x, format, target())
 
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _global_scale(x: jax.Array, format: Format, goal: Target | None) -> jax.Array:
     def by_formulas(x: jax.Array) -> jax.Array:
         return formulas.default_global_scale(formulas.largest_finite(x), format)
 
+    def by_kernels(x: jax.Array) -> jax.Array:
+        assert goal is not None
+        return gpu_quantize.global_scale(x, format, goal)
+
     by_loops = partial(loops.global_scale, format=format)
-    return jax.lax.platform_dependent(x, cpu=by_loops, default=by_formulas)
+    return _by_platform({"cpu": by_loops}, goal, by_kernels, by_formulas)(x)
 
 
 def multiplied(
@@ -93,6 +142,29 @@ def multiplied(
         return loops.multiply(x, _octets(data), _octets(scale), format, global_scale=scalar)
 
     return jax.lax.platform_dependent(x, data, scale, scalar, cpu=by_loops, default=by_values)
+
+
+def _target(operation: str, why_not: Callable[[Target], str]) -> Target | None:
+    """Where kernels run, if they can do this; that they cannot is said once."""
+    goal = target()
+    reason = "" if goal is None else why_not(goal)
+    if reason:
+        fall_back(operation, reason)
+        return None
+    return goal
+
+
+def _by_platform(
+    ways: dict[str, Callable[..., T]],
+    goal: Target | None,
+    by_kernels: Callable[..., T],
+    default: Callable[..., T],
+) -> Callable[..., T]:
+    """What runs on the platform that it is compiled for; ``vmap`` has kernels one after the
+    other."""
+    if goal is not None:
+        ways = {**ways, goal.platform: sequential_vmap(by_kernels)}
+    return lambda *given: jax.lax.platform_dependent(*given, default=default, **ways)
 
 
 def _takes(format: Format, scalar: jax.Array | None) -> bool:

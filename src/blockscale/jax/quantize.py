@@ -58,7 +58,8 @@ def quantize(
     request = Request(format, axis, scale_rounding, layout, nonfinite, pad, k_major, seed)
     asked = check_quantize(x, request)
     x = jax.lax.stop_gradient(x)
-    return _quantized(x, asked, _global_scale(x, asked.format, global_scale))
+    (quantized,) = _quantized(x, _global_scale(x, asked.format, global_scale), asked)
+    return quantized
 
 
 def quantize_both(
@@ -84,7 +85,7 @@ def quantize_both(
     both = [check_quantize(x, Request(format, axis, *how)) for axis in (-1, -2)]
     x = jax.lax.stop_gradient(x)
     scalar = _global_scale(x, both[0].format, global_scale)
-    rows, columns = (_quantized(x, asked, scalar) for asked in both)
+    rows, columns = _quantized(x, scalar, *both)
     return rows, columns
 
 
@@ -122,8 +123,14 @@ def _global_scale(
     return jax.lax.stop_gradient(scalar)
 
 
-def _quantized(x: jax.Array, asked: Asked, scalar: jax.Array | None) -> ScaledArray:
-    data, scale = encoded(x, scalar, asked)
+def _quantized(x: jax.Array, scalar: jax.Array | None, *asked: Asked) -> list[ScaledArray]:
+    parts = encoded(x, scalar, *asked)
+    return [_wrapped(x, scalar, *pair, each) for pair, each in zip(parts, asked, strict=True)]
+
+
+def _wrapped(
+    x: jax.Array, scalar: jax.Array | None, data: jax.Array, scale: jax.Array, asked: Asked
+) -> ScaledArray:
     format, size = asked.format, x.shape[asked.axis]
     return ScaledArray(
         data,

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from ..fallback import FallbackWarning
 from ..kernels.common.gpu import Unsupported
 from ..kernels.common.runtime import gpu_of
 from ..kernels.cpu.calls import MAX_SKINNY_M
@@ -61,10 +62,6 @@ _ON_GPU = {
 }
 
 _warned: set[tuple[str, str]] = set()  # operation and reason
-
-
-class FallbackWarning(UserWarning):
-    """An operation on a GPU has no kernel for its arguments: plain torch runs, and is slower."""
 
 
 @lru_cache

@@ -5,9 +5,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any, NamedTuple
 
-__all__ = ["BUILDERS", "build_kernel", "made_of", "register_builder"]
+__all__ = ["BUILDERS", "build_kernel", "describe_kernel", "made_of", "register_builder"]
 
-#: A configuration's type, and the module whose ``compile_config`` takes it.
+#: A configuration's type, and the module whose ``host_function`` takes it.
 BUILDERS = {
     "quantizers.config.Config": "quantizers.kernel",
     "quantizers.config.AmaxConfig": "quantizers.amax",
@@ -57,7 +57,7 @@ def register_builder(kind: type, module: str, *, made_of: tuple[str, ...] = ()) 
 
     Args:
         kind: the configuration's type: hashable, with a ``repr`` that tells all of it.
-        module: the module whose ``compile_config`` takes the configuration; imported when needed.
+        module: the module whose ``host_function`` takes the configuration; imported when needed.
         made_of: modules in whose folders there is code that the kernel is made of, beside the
             configuration's own folder: a change there is a new kernel, too.
 
@@ -77,14 +77,19 @@ def made_of(kind: type) -> tuple[str, ...]:
     return kind.__module__, *(f"{_KERNELS}.{folder}" for folder in folders)
 
 
-def build_kernel(config: Any) -> Any:
-    """The host function of a configuration's kernel; takes about a second and the CuTe DSL."""
+def describe_kernel(config: Any) -> Any:
+    """The ``tensor_specs.HostFunction`` of a configuration's kernel; takes the CuTe DSL."""
     kind = type(config)
     if kind in _registered:
         module = _registered[kind].module
     else:
         module = f"{_KERNELS}.{BUILDERS[_short_name(kind)]}"
-    return import_module(module).compile_config(config)
+    return import_module(module).host_function(config)
+
+
+def build_kernel(config: Any) -> Any:
+    """The compiled host function of a configuration's kernel; takes about a second."""
+    return describe_kernel(config).compile()
 
 
 def _short_name(kind: type) -> str:

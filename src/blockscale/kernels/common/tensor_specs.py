@@ -12,7 +12,7 @@ from ...dtypes import FLOAT8_E4M3FN, FLOAT8_E5M2, UINT8
 from ...formats import Format
 from .numeric import NUMERIC
 
-__all__ = ["any_outputs", "any_source", "any_strided", "any_tensor", "compile_for"]
+__all__ = ["HostFunction", "any_outputs", "any_source", "any_strided", "any_tensor"]
 
 _ELEMENTS = {
     FLOAT8_E4M3FN: cutlass.Float8E4M3FN,
@@ -53,8 +53,17 @@ def any_outputs(format: Format, layout: str, batched: bool = False) -> list:
     ]
 
 
-def compile_for(arch: str, function, *arguments):
-    """``function``, whose last argument is torch's stream, for what ``arguments`` describe."""
-    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    options = f"--enable-tvm-ffi --gpu-arch {arch}"
-    return cute.compile(function, *arguments, stream, options=options)
+class HostFunction:
+    """The host code of a kernel, not compiled yet: ``function``, and what describes its
+    ``arguments`` but the last one, which is the stream: fake tensors, numbers, tuples of them, and
+    None."""
+
+    def __init__(self, arch: str, function, *arguments):
+        self.arch, self.function, self.arguments = arch, function, arguments
+
+    def compile(self):
+        """What takes tensors of any framework that TVM FFI knows, and launches on torch's stream;
+        it takes about a second."""
+        stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+        options = f"--enable-tvm-ffi --gpu-arch {self.arch}"
+        return cute.compile(self.function, *self.arguments, stream, options=options)

@@ -15,10 +15,10 @@ from ..common import ptx
 from ..common.arithmetic import add, multiply, narrow, widen
 from ..common.numeric import NAN_WORD, NUMERIC
 from ..common.pdl import pdl_wait
-from ..common.tensor_specs import any_source, any_tensor, compile_for
+from ..common.tensor_specs import HostFunction, any_source, any_tensor
 from .combine_config import CombineConfig
 
-__all__ = ["Combine", "compile_config"]
+__all__ = ["Combine", "host_function"]
 
 
 class Combine:
@@ -86,10 +86,10 @@ class Combine:
             ptx.store_global(out.iterator.toint() + start + 4 * i, some, 4 * len(some))
 
 
-def compile_config(config: CombineConfig):
+def host_function(config: CombineConfig):
     """The host function of a kernel, which takes tensors of any shape."""
     index = Int32 if config.index_bytes == 4 else Int64
-    return compile_for(
+    return HostFunction(
         config.arch,
         Combine(config),
         any_source(config.dtype, True),

@@ -18,10 +18,10 @@ from ..common import ptx
 from ..common.pdl import pdl_wait
 from ..common.scan import inclusive_scan
 from ..common.shared import allocate, clear
-from ..common.tensor_specs import any_tensor, compile_for
+from ..common.tensor_specs import HostFunction, any_tensor
 from .route_config import THREADS, WARPS, RouteConfig
 
-__all__ = ["Route", "compile_config"]
+__all__ = ["Route", "host_function"]
 
 _UNROLL = 8  # counts of chunks that are loaded at once
 
@@ -167,10 +167,10 @@ class Route:
         ptx.store_global(address, [Uint32(value), Uint32(0)], 8)
 
 
-def compile_config(config: RouteConfig):
+def host_function(config: RouteConfig):
     """The host function of the kernels, which takes tensors of any shape."""
     index = Int32 if config.index_bytes == 4 else Int64
-    return compile_for(
+    return HostFunction(
         config.arch,
         Route(config),
         any_tensor(index, 2, config.index_bytes),

@@ -10,14 +10,14 @@ from ...formats import E4M3, get_format
 from ...rounding import FP32_ONE, MIN_GLOBAL, ROOM
 from ..common import ptx
 from ..common.pdl import pdl_wait
-from ..common.tensor_specs import any_tensor, compile_for
+from ..common.tensor_specs import HostFunction, any_tensor
 from .config import ACROSS, BAND, PANEL, PRODUCERS, Config
 from .groups import TileRows
 from .kernel import any_signs, encoder_of, fake_sources
 from .tile import ELEMENTS, STRIP_LANES, Loaded, Loading, Tiles, lane_order, load_words
 from .transform import Transform
 
-__all__ = ["Amax", "compile_config"]
+__all__ = ["Amax", "host_function"]
 
 _THREADS = 1024  # of the one block that reduces the tiles' maxima
 
@@ -144,9 +144,9 @@ def _block_maximum(value, shared, warps: cutlass.Constexpr):
     return value
 
 
-def compile_config(config: Config):
+def host_function(config: Config):
     """The host function of the two kernels, which takes tensors of any shape."""
-    return compile_for(
+    return HostFunction(
         config.arch,
         Amax(config),
         fake_sources(config),

@@ -22,11 +22,11 @@ from ..common.arithmetic import multiply
 from ..common.numeric import NUMERIC
 from ..common.pdl import pdl_wait
 from ..common.scale_place import scale_place
-from ..common.tensor_specs import any_tensor, compile_for
+from ..common.tensor_specs import HostFunction, any_tensor
 from . import dequantize_ptx
 from .dequantize_config import THREADS, DequantizeConfig
 
-__all__ = ["Dequantizer", "compile_config"]
+__all__ = ["Dequantizer", "host_function"]
 
 
 class Dequantizer:
@@ -174,7 +174,7 @@ def steps(i: int, last, stride, itemsize: int):
     return Int64(cutlass.min(Int32(i), last)) * Int64(Int32(stride) * itemsize)
 
 
-def compile_config(config: DequantizeConfig):
+def host_function(config: DequantizeConfig):
     """The host function of a kernel, which takes tensors of any shape."""
     format, leads = get_format(config.format), int(config.batched)
     scale = cutlass.Float32 if format.scale.nbytes == 4 else cutlass.Uint8
@@ -184,7 +184,7 @@ def compile_config(config: DequantizeConfig):
         scales = _any(Int32, 2, 4)
     else:
         scales = _any(scale, 2 + leads, format.scale.nbytes, contiguous=False)
-    return compile_for(
+    return HostFunction(
         config.arch,
         Dequantizer(config),
         _any(cutlass.Uint8, 2 + leads, config.load),

@@ -20,7 +20,7 @@ from ..common import ptx
 from ..common.encode import Encoder
 from ..common.pdl import pdl_wait
 from ..common.shared import allocate, clear
-from ..common.tensor_specs import any_outputs, any_source, any_tensor, compile_for
+from ..common.tensor_specs import HostFunction, any_outputs, any_source, any_tensor
 from .columns import Columns, Target
 from .config import PRODUCERS, Config
 from .groups import TileRows, find_rows, scale_rows, tile_count
@@ -33,7 +33,7 @@ from .squares import Squares
 from .tile import Loaded, Loading, Tiles
 from .transform import Transform
 
-__all__ = ["Quantizer", "any_signs", "compile_config", "encoder_of", "fake_sources"]
+__all__ = ["Quantizer", "any_signs", "encoder_of", "fake_sources", "host_function"]
 
 _DEEP = 1 << 15  # tiles down the rows in one layer of the grid
 
@@ -291,7 +291,7 @@ def any_signs(config: Config) -> tuple:
     return (any_tensor(Int64, 0, 8) if config.draws_signs else Int64(0)), Int64(0)
 
 
-def compile_config(config: Config):
+def host_function(config: Config):
     """The host function of a kernel, which takes tensors of any shape."""
     quantizer, outputs = Quantizer(config), []
     for axis in (-1, -2):
@@ -300,7 +300,7 @@ def compile_config(config: Config):
             outputs += any_outputs(quantizer.format, layout, config.batched)
         else:
             outputs += [None, None]
-    return compile_for(
+    return HostFunction(
         config.arch,
         quantizer,
         fake_sources(config),

@@ -26,14 +26,14 @@ from ..common.encode import Encoder
 from ..common.numeric import NUMERIC
 from ..common.pdl import pdl_wait
 from ..common.shared import allocate, clear
-from ..common.tensor_specs import any_outputs, any_source, any_tensor, compile_for
+from ..common.tensor_specs import HostFunction, any_outputs, any_source, any_tensor
 from .groups import TileRows
 from .norm_config import SEGMENT, NormConfig
 from .rows import Rows
 from .scales import Packed, staging
 from .tile import ELEMENTS, Part, load_words
 
-__all__ = ["RmsNorm", "compile_config", "one_nan"]
+__all__ = ["RmsNorm", "host_function", "one_nan"]
 
 _TILE = 128  # rows of a tile of the tcgen05 layout
 
@@ -350,10 +350,10 @@ def one_nan(value):
     return Uint32(select_(bits & 0x7FFFFFFF > Uint32(FP32_INF), Uint32(FP32_NAN), bits))
 
 
-def compile_config(config: NormConfig):
+def host_function(config: NormConfig):
     """The host function of a kernel, which takes any number of rows."""
     kernel, weight = RmsNorm(config), config.weight_dtype
-    return compile_for(
+    return HostFunction(
         config.arch,
         kernel,
         any_source(config.dtype, config.bulk),

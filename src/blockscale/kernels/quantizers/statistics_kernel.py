@@ -15,13 +15,13 @@ from ..common.arithmetic import element
 from ..common.numeric import NUMERIC
 from ..common.pdl import pdl_wait
 from ..common.shared import allocate
-from ..common.tensor_specs import any_source, any_tensor, compile_for
+from ..common.tensor_specs import HostFunction, any_source, any_tensor
 from .norm_config import SEGMENT
 from .rmsnorm_kernel import RmsNorm, one_nan
 from .statistics_config import Places, StatisticsConfig
 from .tile import ELEMENTS
 
-__all__ = ["Statistics", "compile_config"]
+__all__ = ["Statistics", "host_function"]
 
 
 class Statistics(RmsNorm):
@@ -116,10 +116,10 @@ class Statistics(RmsNorm):
             ptx.store_global(base + (Int64(place) + row) * 4, [value], 4)
 
 
-def compile_config(config: StatisticsConfig):
+def host_function(config: StatisticsConfig):
     """The host function of a kernel, which takes any number of rows."""
     weight, bias = config.weight_dtype, config.bias_dtype
-    return compile_for(
+    return HostFunction(
         config.arch,
         Statistics(config),
         any_source(config.dtype, config.bulk),

@@ -22,7 +22,7 @@ from ..common.numeric import NUMERIC
 from ..common.persistent import cluster_sync
 from ..common.promotion import promote_l2
 from ..common.schedule import Raster
-from ..common.tensor_specs import any_source, any_tensor, compile_for
+from ..common.tensor_specs import HostFunction, any_source, any_tensor
 from ..common.tile_ring import TileRing
 from . import ptx
 from .clc_scheduler import ClcPipeline, ClcScheduler
@@ -34,7 +34,7 @@ from .quantizing_config import STORE_COLUMNS
 from .roles import CtaCoord, Loader, Mma, Pipeline
 from .tiles import DenseTiles
 
-__all__ = ["Gemm", "compile_config"]
+__all__ = ["Gemm", "host_function"]
 
 
 class _Unpacked(Copies):
@@ -257,11 +257,11 @@ def _output(config: Config):
     return any_tensor(cutlass.Uint8, 2, 16, True), any_tensor(cutlass.Uint8, 1, 16), scale
 
 
-def compile_config(config: Config):
+def host_function(config: Config):
     """The host function of a kernel, which takes tensors of any shape."""
     a, b = (any_tensor(cutlass.Uint8, 2, each, True) for each in config.alignments)
     groups = (any_tensor(Int32, 1, 4), Int32(1)) if config.is_grouped else (None, None)
-    return compile_for(
+    return HostFunction(
         config.arch,
         Gemm(config),
         a,

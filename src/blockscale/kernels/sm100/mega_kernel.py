@@ -18,7 +18,7 @@ from ..common.copies import TmaTiles
 from ..common.factor import any_added
 from ..common.persistent import cluster_sync
 from ..common.promotion import promote_l2
-from ..common.tensor_specs import any_tensor, compile_for
+from ..common.tensor_specs import HostFunction, any_tensor
 from ..common.tile_ring import TileRing
 from ..mega.buffers import Buffers
 from ..mega.combine import Finish
@@ -37,7 +37,7 @@ from .mega_tiles import MegaLoader, MegaTiles
 from .quantizing import QuantizingEpilogue
 from .roles import CtaCoord, Loader, Mma, Pipeline
 
-__all__ = ["MegaMoe", "compile_config"]
+__all__ = ["MegaMoe", "host_function"]
 
 _SORT_BARRIER = 2  # the epilogue has 1
 
@@ -252,14 +252,14 @@ def _any_operand(alignment: int) -> tuple:
     )
 
 
-def compile_config(config: MegaConfig):
+def host_function(config: MegaConfig):
     """The host function of a kernel, which takes tensors of any shape."""
     rings, matrices = (
         [_any_operand(each.alignments[i]) for each in (config.up, config.down)] for i in range(2)
     )
     alphas = (any_added(each)[1] for each in (config.up, config.down))
     scale = any_tensor(Float32, 0, 4) if config.up.table_bytes else None
-    return compile_for(
+    return HostFunction(
         config.arch,
         MegaMoe(config),
         *any_arguments(config),

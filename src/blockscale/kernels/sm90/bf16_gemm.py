@@ -17,10 +17,10 @@ from ..common.promotion import promote_l2
 from ..common.tensor_specs import any_tensor
 from . import ptx
 from .bf16_config import BLOCK_K, Bf16Config
-from .kernel import Gemm, Operand, compile_gemm
+from .kernel import Gemm, Operand, gemm_host_function
 from .product_config import ROW
 
-__all__ = ["Bf16Gemm", "compile_config"]
+__all__ = ["Bf16Gemm", "host_function"]
 
 _STEP = 16  # columns of K of a wgmma
 
@@ -128,7 +128,7 @@ class Mainloop:
         ptx.mbarrier_arrive_cluster(barrier, self.lane, self.config.multicast_ctas)
 
 
-def compile_config(config: Bf16Config):
+def host_function(config: Bf16Config):
     """The host function of a kernel, which takes tensors of any shape."""
     operands = [any_tensor(cutlass.BFloat16, 2, 16, True) for _ in range(2)]
-    return compile_gemm(Bf16Gemm(config), *operands)
+    return gemm_host_function(Bf16Gemm(config), *operands)

@@ -25,9 +25,9 @@ from ..common.tensor_specs import any_strided, any_tensor
 from . import ptx
 from .config import BLOCK_K, Config
 from .dense_scheduler import DenseTiles
-from .kernel import Gemm, Operand, accumulators, compile_gemm
+from .kernel import Gemm, Operand, accumulators, gemm_host_function
 
-__all__ = ["Fp8Gemm", "compile_config", "first_scale"]
+__all__ = ["Fp8Gemm", "first_scale", "host_function"]
 
 _COLUMNS = 8  # of a wgmma's result, of which a thread has two, in two rows
 _AHEAD = 5  # pairs of scales that are read before they are needed: there are registers for so many
@@ -294,7 +294,7 @@ def _ahead(items: Iterator[Any]) -> Iterator[Any]:
     return rest()
 
 
-def compile_config(config: Config):
+def host_function(config: Config):
     """The host function of a kernel, which takes tensors of any shape."""
 
     grouped = bool(config.grouped)
@@ -302,7 +302,7 @@ def compile_config(config: Config):
     def scales():
         return any_tensor(Float32, 2, 16, True)
 
-    return compile_gemm(
+    return gemm_host_function(
         Fp8Gemm(config),
         any_tensor(cutlass.Uint8, 2, 16, True),
         scales(),

@@ -19,7 +19,7 @@ from ..common.factor import any_added
 from ..common.pipeline import Pipeline
 from ..common.promotion import promote_l2
 from ..common.schedule import clusters_of
-from ..common.tensor_specs import any_source, any_strided, any_tensor, compile_for
+from ..common.tensor_specs import HostFunction, any_source, any_strided, any_tensor
 from ..ranks.gathering import Gathering, Sender
 from . import ptx
 from .config import BLOCK_K
@@ -28,7 +28,7 @@ from .fp8_gemm import Fp8Gemm
 from .gather_config import GatherConfig
 from .kernel import Gemm, Operand
 
-__all__ = ["GatherGemm", "compile_config"]
+__all__ = ["GatherGemm", "host_function"]
 
 _SEND_WARPS = 2
 _SCALE = 2  # which operand has the scales of A
@@ -228,13 +228,13 @@ class GatherGemm:
         self.gemm.launch(loads, b_scale, (d, bias, alpha), k_blocks, given, ctas, stream)
 
 
-def compile_config(config: GatherConfig):
+def host_function(config: GatherConfig):
     """The host function of a kernel, which takes tensors of any shape."""
 
     def matrix(kind):
         return any_tensor(kind, 2, 16, True)
 
-    return compile_for(
+    return HostFunction(
         config.arch,
         GatherGemm(config),
         *(matrix(kind) for kind in (cutlass.Uint8, Float32, cutlass.Uint8, Float32, cutlass.Uint8)),

@@ -15,12 +15,12 @@ from cutlass import Int32, Int64, cute, range_constexpr
 
 from ..common.pdl import pdl_launch_dependents, pdl_wait
 from ..common.ptx import load_shared, store_global, store_shared
-from ..common.tensor_specs import any_tensor, compile_for
+from ..common.tensor_specs import HostFunction, any_tensor
 from .k_blocks import END, HIGHEST, LAST, LEAST_NORMAL, LOWEST, NORMAL, of_pass
 from .load_if import load_if
 from .upcast_config import B_ROWS, PART, PASSES, SCALE_WORDS, KBlocksConfig
 
-__all__ = ["ListKBlocks", "compile_config"]
+__all__ = ["ListKBlocks", "host_function"]
 
 _NAN = 255
 _LARGE = 127 + 64  # of zeros it could be, and overflow
@@ -195,9 +195,9 @@ def _if(condition, value: int):
     return Int32(cutlass.select_(condition, Int32(value), Int32(0)))
 
 
-def compile_config(config: KBlocksConfig):
+def host_function(config: KBlocksConfig):
     """The host function of a kernel, which takes tensors of any shape."""
-    return compile_for(
+    return HostFunction(
         config.arch,
         ListKBlocks(config),
         any_tensor(cutlass.Uint8, 2, 16, True),

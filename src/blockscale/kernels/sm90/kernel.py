@@ -26,7 +26,7 @@ from ..common.numeric import NUMERIC
 from ..common.pdl import pdl_wait
 from ..common.persistent import cluster_shape, cluster_sync
 from ..common.pipeline import Pipeline
-from ..common.tensor_specs import any_source, any_tensor, compile_for
+from ..common.tensor_specs import HostFunction, any_source, any_tensor
 from ..common.tile_ring import TileRing
 from . import ptx
 from .dense_scheduler import DenseScheduler, DenseTiles
@@ -36,7 +36,7 @@ from .k_grouped_tiles import KGroupedTiles
 from .product_config import ProductConfig
 from .split_k_reduce import ClusterReduce, CtaReduce, Room
 
-__all__ = ["Gemm", "Operand", "accumulators", "compile_gemm"]
+__all__ = ["Gemm", "Operand", "accumulators", "gemm_host_function"]
 
 
 @dataclass(frozen=True)
@@ -301,12 +301,12 @@ def accumulators(config: ProductConfig):
     return acc
 
 
-def compile_gemm(gemm, *operands):
+def gemm_host_function(gemm, *operands):
     """The host function of a kernel, which takes tensors of any shape: ``operands``, the output,
     bias, alpha, what tells groups, and how many multiprocessors there are."""
     config = gemm.config
     groups = (any_tensor(Int32, 1, 4), Int32(1)) if config.grouped else (None, None)
-    return compile_for(
+    return HostFunction(
         config.arch,
         gemm,
         *operands,

@@ -21,7 +21,7 @@ from ..common import shared
 from ..common.copies import Copies, TmaTiles
 from ..common.pipeline import Pipeline
 from ..common.promotion import promote_l2
-from ..common.tensor_specs import any_strided, any_tensor, compile_for
+from ..common.tensor_specs import HostFunction, any_strided, any_tensor
 from ..common.tile_ring import NONE, TileRing
 from ..mega.buffers import MULTIPLE, TILE_ROWS, Buffers
 from ..mega.combine import Finish
@@ -39,7 +39,7 @@ from .mega_config import FIRST_CONSUMER, FIRST_DISPATCH, MegaConfig
 from .mega_epilogue import MegaEpilogue
 from .mega_roles import Boxes, MegaFetcher, MegaLoader, tile_of
 
-__all__ = ["MegaMoe", "compile_config", "compile_mega"]
+__all__ = ["MegaMoe", "host_function", "mega_host_function"]
 
 _SORT_BARRIER = 3
 
@@ -230,18 +230,18 @@ def _scale_place(row) -> Any:
     return row
 
 
-def compile_config(config: MegaConfig):
+def host_function(config: MegaConfig):
     """The host function of a kernel, which takes tensors of any shape."""
     matrices = [
         (any_tensor(cutlass.Uint8, 2, 16, True), any_strided(Float32, 3, 4)) for _ in range(2)
     ]
-    return compile_mega(MegaMoe(config), cutlass.Uint8, matrices)
+    return mega_host_function(MegaMoe(config), cutlass.Uint8, matrices)
 
 
-def compile_mega(kernel: MegaMoe, elements, matrices: list):
+def mega_host_function(kernel: MegaMoe, elements, matrices: list):
     """The same of one whose rings have such ``elements``."""
     rings = [
         (any_tensor(elements, 2, 16, True), any_tensor(Float32, 2, 16, True)) for _ in range(2)
     ]
     given = *any_arguments(kernel.config), *matrices, tuple(rings)
-    return compile_for(kernel.config.arch, kernel, *given, Int64(0), Int32(1))
+    return HostFunction(kernel.config.arch, kernel, *given, Int64(0), Int32(1))

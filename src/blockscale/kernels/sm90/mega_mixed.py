@@ -22,12 +22,12 @@ from . import ptx
 from .config import BLOCK_K
 from .dequant import place
 from .mega_config import COLUMNS, FIRST_CONSUMER, MixedMegaConfig
-from .mega_kernel import MegaMoe, compile_mega
+from .mega_kernel import MegaMoe, mega_host_function
 from .mega_mixed_epilogue import MegaMixedEpilogue, widened_e4m3
 from .mega_roles import Boxes, tile_of
 from .mixed_mainloop import Mainloop
 
-__all__ = ["MixedMegaMoe", "compile_config"]
+__all__ = ["MixedMegaMoe", "host_function"]
 
 _PANEL = 64  # columns of bf16 in 128 bytes
 _OCTET = 8  # columns that a lane widens together, four times
@@ -170,7 +170,7 @@ class MegaMixedMainloop(Mainloop):
         return self.rows.factors(*(ptx.ld_shared_bytes(each, 0, nbytes) for each in addresses))
 
 
-def compile_config(config: MixedMegaConfig):
+def host_function(config: MixedMegaConfig):
     """The host function of a kernel, which takes tensors of any shape."""
     matrices = [
         (
@@ -180,4 +180,4 @@ def compile_config(config: MixedMegaConfig):
         )
         for alpha in config.alphas
     ]
-    return compile_mega(MixedMegaMoe(config), cutlass.BFloat16, matrices)
+    return mega_host_function(MixedMegaMoe(config), cutlass.BFloat16, matrices)

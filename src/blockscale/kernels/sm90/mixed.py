@@ -31,14 +31,14 @@ from ..common.tile_ring import TileRing
 from . import ptx
 from .column_scheduler import ColumnScheduler, ColumnTiles
 from .grouped_scheduler import GroupedScheduler, TileFinder
-from .kernel import compile_gemm
+from .kernel import gemm_host_function
 from .mixed_config import B_ROWS, BLOCK_K, WARPGROUPS, Config
 from .mixed_epilogue import MixedEpilogue
 from .mixed_mainloop import Mainloop
 from .mixed_reduce import MixedReduce
 from .stream_reduce import StreamReduce
 
-__all__ = ["MixedGemm", "compile_config"]
+__all__ = ["MixedGemm", "host_function"]
 
 # of threads that load, and of those that multiply, as many as there are for such warpgroups
 _REGISTERS = {1: (40, 232), 2: (32, 112)}
@@ -364,10 +364,10 @@ class Consumer:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
 
-def compile_config(config: Config):
+def host_function(config: Config):
     """The host function of a kernel, which takes tensors of any shape."""
     align = config.scale_row if config.async_scales else 1
-    return compile_gemm(
+    return gemm_host_function(
         MixedGemm(config),
         any_tensor(cutlass.BFloat16, 2, 16, True),
         any_tensor(cutlass.Float32, 2, 4) if config.promotes else None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -13,19 +14,9 @@ from torch import Tensor
 from ...dtypes import from_torch
 from ...formats import get_format
 from ..common.calls import CompiledGemm, GemmCall, below_each_other, check_loadable, check_matrix
-from ..common.runtime import Described
 from ..common.template import template
-from . import skinny_config
-from .mixed_config import (
-    BF16,
-    BLOCK_K,
-    SUPERGROUP,
-    choose_config,
-    choose_grouped,
-    promotes,
-    why_not,
-)
-from .permute_config import PermuteConfig
+from .mixed_choice import choose_kernels
+from .mixed_config import BF16, BLOCK_K, SUPERGROUP, promotes, why_not
 from .plan import below, check_bytes, check_rows, octets
 
 __all__ = ["plan_mixed"]
@@ -111,49 +102,25 @@ def plan_mixed(call: GemmCall) -> CompiledGemm:
     if 0 in (m, n, k):
         return CompiledGemm(None, None, like, views)
     check_loadable(a_data=a, b_data=b)
-    decodes = (
-        call.offsets is None
-        and m <= skinny_config.MAX_SKINNY_M
-        and not promoted
-        and (a_format is None or skinny_config.fills_gpu(n, gpu.multiprocessors))
+    chosen = choose_kernels(
+        (m, n, k),
+        (a_format, b_format),
+        call.epilogue(n),
+        scales_apart=math.gcd(b_scale[1][0], b_scale[3], 16),
+        groups=groups if call.offsets is not None else 0,
+        grouping=call.grouping,
+        gpu=gpu,
     )
-    if decodes:
-        config: Any = skinny_config.choose_config(
-            m,
-            n,
-            b_format,
-            call.epilogue(n),
-            tma_scales=_apart(b_scale, skinny_config.SCALE_ROW),
-            gpu=gpu,
-        )
-    else:
-        choose = choose_config
-        if call.offsets is not None:
-            choose = partial(choose_grouped, groups=groups, grouping=call.grouping)
-        config = choose(
-            shape=(m, n, k),
-            b_format=b_format,
-            epilogue=call.epilogue(n),
-            async_scales=k % BLOCK_K == 0 and _apart(b_scale, BLOCK_K // format.block_size),
-            promotes=promoted,
-            gpu=gpu,
-        )
-    run = gpu.load(config)
-    if a_format is not None or not decodes:
+    run = gpu.load(chosen.multiply)
+    if chosen.widen is not None:
         values = template((m, -(-k // BLOCK_K) * BLOCK_K), torch.bfloat16, call.device)
-        words = 0 if decodes else config.partials(gpu.multiprocessors)
-        partials = template((words,), torch.int32, call.device) if words else None
-        block_k = 0 if decodes else config.block_k
-        widen = gpu.load(PermuteConfig(a_format or BF16, block_k, clears=words > 0))
-        run = _Widened(widen, run, values, partials, promoted, decodes)
+        words = (chosen.partials,)
+        partials = template(words, torch.int32, call.device) if chosen.partials else None
+        widen = gpu.load(chosen.widen)
+        run = _Widened(widen, run, values, partials, chosen.promotes, chosen.decodes)
     rest: tuple[Any, ...] = (gpu.multiprocessors,)
     if call.offsets is not None:
         rest = (SUPERGROUP, *rest)
-    elif not decodes:
+    elif not chosen.decodes:
         rest = (None, None, *rest)
-    return CompiledGemm(config, run, like, views, rest)
-
-
-def _apart(x: Described, nbytes: int) -> bool:
-    """Whether rows of bytes start at multiples of so many."""
-    return not (x[1][0] % nbytes or x[3] % nbytes)
+    return CompiledGemm(chosen.multiply, run, like, views, rest)

@@ -19,14 +19,14 @@ from ...formats import get_format
 from ..common import shared
 from ..common.pdl import pdl_launch_dependents, pdl_wait
 from ..common.ptx import store_global, store_shared
-from ..common.tensor_specs import any_tensor, compile_for
+from ..common.tensor_specs import HostFunction, any_tensor
 from .dequant import WIDENERS, ue4m3_factors
 from .load_if import load_if
 from .mixed_config import BF16, BLOCK_K, COUNTERS
 from .permute_config import PermuteConfig
 from .ptx import _asm, ld_shared
 
-__all__ = ["PermuteActivations", "compile_config"]
+__all__ = ["PermuteActivations", "host_function"]
 
 _THREADS = 128  # of a block
 _ONES = 0x7F7F7F7F  # of E8M0
@@ -170,10 +170,10 @@ def _gained(pair):
     return _asm(code, [Int32], [pair], ["r"])[0]
 
 
-def compile_config(config: PermuteConfig):
+def host_function(config: PermuteConfig):
     """The host function of a kernel, which takes tensors of any shape."""
     wide = config.a_format == BF16
-    return compile_for(
+    return HostFunction(
         config.arch,
         PermuteActivations(config),
         any_tensor(cutlass.BFloat16 if wide else cutlass.Uint8, 2, 16, True),

@@ -23,14 +23,14 @@ from ..common.copies import Copies, Panels, TmaTiles
 from ..common.factor import any_added, factor_of
 from ..common.pdl import pdl_launch_dependents, pdl_wait
 from ..common.persistent import advance_pipeline, cluster_sync
-from ..common.tensor_specs import any_source, any_tensor, compile_for
+from ..common.tensor_specs import HostFunction, any_source, any_tensor
 from . import ptx
 from .dequant import Rows, place
 from .mixed_config import BLOCK_K
 from .skinny_config import SCALE_ROW, Config
 from .skinny_scales import HeldScales, StagedScales
 
-__all__ = ["SkinnyGemm", "compile_config"]
+__all__ = ["SkinnyGemm", "host_function"]
 
 _PANEL = 64  # columns of A in rows of 128 bytes
 _PANELS = BLOCK_K // _PANEL
@@ -262,9 +262,9 @@ class Epilogue:
                 d[r, self.column + c] = d.element_type(total)
 
 
-def compile_config(config: Config):
+def host_function(config: Config):
     """The host function of a kernel, which takes tensors of any shape."""
-    return compile_for(
+    return HostFunction(
         config.arch,
         SkinnyGemm(config),
         any_tensor(cutlass.BFloat16, 2, 16, True),

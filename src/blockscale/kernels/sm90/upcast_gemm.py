@@ -24,12 +24,12 @@ from .epilogue import Epilogue
 from .fp8_gemm import first_scale
 from .grouped_scheduler import TileFinder
 from .k_blocks import KBlocks
-from .kernel import Consumer, Gemm, Operand, compile_gemm
+from .kernel import Consumer, Gemm, Operand, gemm_host_function
 from .upcast_config import A_BOX, B_ROWS, RAW_SLOTS, SCALE_WORDS, UPCAST_REGISTERS, UpcastConfig
 from .upcast_mainloop import UpcastMainloop
 from .upcast_roles import ALoader, BLoader, RawB, Upcaster
 
-__all__ = ["UpcastGemm", "compile_config"]
+__all__ = ["UpcastGemm", "host_function"]
 
 
 class UpcastGemm(Gemm):
@@ -156,9 +156,9 @@ class UpcastGemm(Gemm):
             Upcaster(config, pipeline, schedule, k_blocks, raw, upcast)()
 
 
-def compile_config(config: UpcastConfig):
+def host_function(config: UpcastConfig):
     """The host function of a kernel, which takes tensors of any shape."""
-    return compile_gemm(
+    return gemm_host_function(
         UpcastGemm(config),
         any_tensor(cutlass.Uint8, 2, 16, True),
         any_tensor(Float32, 2, 16, True),

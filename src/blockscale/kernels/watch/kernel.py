@@ -26,12 +26,12 @@ from ..common import ptx
 from ..common.numeric import NUMERIC
 from ..common.pdl import pdl_wait
 from ..common.shared import allocate, clear
-from ..common.tensor_specs import any_strided, any_tensor, compile_for
+from ..common.tensor_specs import HostFunction, any_strided, any_tensor
 from ..ranks import signals
 from .compare import MAGNITUDE, Comparison
 from .config import COUNTED, THREADS, Shared, WatchConfig, Word
 
-__all__ = ["Watch", "compile_config"]
+__all__ = ["Watch", "host_function"]
 
 _MAGNITUDES = 0x7FFF7FFF  # of two halves
 _INFINITY = 0x7F800000
@@ -234,7 +234,7 @@ class Watch(Comparison):
             ptx.store_global(row + Word.VALUE * 4, [bits], 4)
 
 
-def compile_config(config: WatchConfig):
+def host_function(config: WatchConfig):
     """The host function of a kernel, which takes matrices of any shape."""
     format, x = get_format(config.format), None
     if config.dtype is not None:
@@ -246,7 +246,7 @@ def compile_config(config: WatchConfig):
         scales = any_tensor(Int32, 2, 4)
     else:
         scales = any_strided(scale, 2, format.scale.nbytes)
-    return compile_for(
+    return HostFunction(
         config.arch,
         Watch(config),
         x,

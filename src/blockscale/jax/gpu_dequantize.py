@@ -1,0 +1,72 @@
+"""Dequantizing by a kernel: which one, and its arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from ..kernels.quantizers.dequantize_config import DequantizeRequest, choose_dequantize
+from ..kernels.quantizers.dequantize_views import View, as_matrices
+from .formulas import Stored
+from .launch import Target
+
+__all__ = ["decoded", "unsupported"]
+
+
+def unsupported(scalar: jax.Array | None, stored: Stored) -> str:
+    """Why kernels cannot dequantize so; empty where they can."""
+    if stored.format.element.bits == 6:
+        return f"format {stored.format.name}: no kernel unpacks 6-bit elements"
+    if scalar is not None and scalar.ndim:
+        return "global_scale: no kernel takes one for each matrix"
+    return ""
+
+
+def decoded(
+    data: jax.Array,
+    scale: jax.Array,
+    scalar: jax.Array | None,
+    stored: Stored,
+    dtype: Any,
+    target: Target,
+) -> jax.Array:
+    """As ``formulas.decoded``, rounded once to ``dtype``."""
+    format, axis, layout, shape, turned = stored
+    if turned[0]:  # read as it lies
+        shape, axis = (*shape[:-2], shape[-1], shape[-2]), -3 - axis
+    apart = layout == "compact" and turned[0] != turned[1]  # scales lie the other way
+    views = as_matrices(_view(data), _view(scale), shape, format, axis == -2, apart)
+    assert views is not None  # arrays are contiguous
+    read, found, (written, _) = views
+    request = DequantizeRequest(
+        format.name,
+        np.dtype(dtype),
+        layout,
+        -3 - axis if apart else axis,
+        axis == -2,
+        scalar is not None,
+    )
+    config = choose_dequantize(request, (read, found, views[2]), (0, 0, 0), target.gpu)
+    (out,) = target.launch(
+        config,
+        _octets(data).reshape(read[0]),
+        _octets(scale).reshape(found[0]),
+        jax.ShapeDtypeStruct(written, np.dtype(dtype)),
+        scalar,
+    )
+    out = out.reshape(shape)
+    return out.swapaxes(-1, -2) if turned[0] else out
+
+
+def _octets(x: jax.Array) -> jax.Array:
+    return x.view(np.uint8) if x.dtype.itemsize == 1 else x
+
+
+def _view(x: jax.Array) -> View:
+    strides, step = list[int](), 1
+    for size in x.shape[::-1]:
+        strides.insert(0, step)
+        step *= size
+    return x.shape, tuple(strides)

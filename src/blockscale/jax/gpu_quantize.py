@@ -1,0 +1,111 @@
+"""Quantizing by kernels: which one, and its arguments."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+
+from ..dtypes import FLOAT32, INT32, UINT8
+from ..formats import Format
+from ..kernels.quantizers.config import Config, Request, choose_config
+from ..kernels.quantizers.output_shapes import output_shapes
+from ..kernels.quantizers.refusals import why_not
+from .formulas import Asked
+from .launch import Target
+
+__all__ = ["encoded", "global_scale", "unsupported"]
+
+
+def unsupported(scalar: jax.Array | None, asked: tuple[Asked, ...], target: Target) -> str:
+    """Why kernels cannot quantize so; empty where they can."""
+    if asked[0].seed is not None:
+        return "seed: no kernel that JAX calls rounds stochastically"
+    if scalar is not None and scalar.ndim:
+        return "global_scale: no kernel takes one for each matrix"
+    return why_not(_request(asked), target.gpu.arch)
+
+
+def encoded(
+    x: jax.Array, scalar: jax.Array | None, asked: tuple[Asked, ...], target: Target
+) -> list[tuple[jax.Array, jax.Array]]:
+    """Data and scales of ``x`` (..., M, K) along each of the axes that are ``asked`` for, as
+    ``formulas.encoded`` gives them, from one read of ``x``."""
+    request, format = _request(asked), asked[0].format
+    matrix, batched = _as_matrices(x, request)
+    config = _choose(matrix, request, target)
+    written: list[jax.ShapeDtypeStruct | None] = []
+    found = {each.axis: each for each in asked}
+    shapes = {
+        axis: output_shapes(
+            x.shape, format, axis, each.layout.name, k_major=each.k_major, batched=batched
+        )
+        for axis, each in found.items()
+    }
+    kept = UINT8 if format.scale.nbytes == 1 else FLOAT32
+    for axis in (-1, -2):
+        if axis not in found:
+            written += [None, None]
+            continue
+        dtype = found[axis].layout.stored_dtype(kept)
+        written += [
+            jax.ShapeDtypeStruct(shapes[axis].lines, format.element.numpy_dtype),
+            jax.ShapeDtypeStruct(shapes[axis].flat, dtype),
+        ]
+    parts = iter(target.launch(config, (matrix,), tuple(written), scalar, None, None, None))
+    made = {axis: (next(parts), next(parts)) for axis in (-1, -2) if axis in found}
+    return [_shaped(x, *made[each.axis], shapes[each.axis].scale, format) for each in asked]
+
+
+def global_scale(x: jax.Array, format: Format, target: Target) -> jax.Array:
+    """The global scale of all of ``x``."""
+    request = Request(format.name, axes=(), layouts=())
+    matrix = x.reshape(-1, x.shape[-1])
+    config = _choose(matrix, request, target)
+    rows, columns = matrix.shape
+    tiles = -(-rows // config.tile_rows) * -(-columns // config.tile_columns)
+    partials, scalar = jax.ShapeDtypeStruct((tiles,), INT32), jax.ShapeDtypeStruct((), FLOAT32)
+    return target.launch(config, (matrix,), partials, scalar, None, None)[1]
+
+
+def _request(asked: tuple[Asked, ...]) -> Request:
+    first, *_ = asked
+    return Request(
+        first.format.name,
+        tuple(sorted((each.axis for each in asked), reverse=True)),
+        tuple(each.layout.name for each in sorted(asked, key=lambda each: -each.axis)),
+        first.scale_rounding,
+        first.nonfinite,
+        k_major=first.k_major,
+    )
+
+
+def _as_matrices(x: jax.Array, request: Request) -> tuple[jax.Array, bool]:
+    """One matrix, or a batch of them where blocks must not reach from one into the next."""
+    if x.ndim == 2:
+        return x, False
+    if -2 in request.axes or x.shape[-2] % request.fmt.block[0]:
+        return x.reshape(-1, *x.shape[-2:]), True
+    return x.reshape(-1, x.shape[-1]), False
+
+
+def _choose(matrix: jax.Array, request: Request, target: Target) -> Config:
+    *batch, rows, columns = matrix.shape
+    row = columns * matrix.dtype.itemsize
+    sources = [(0, rows * row), (0, row)][-1 - len(batch) :]
+    dtype = matrix.dtype
+    return choose_config(
+        (rows, columns), sources, dtype, request, target.gpu, batch=math.prod(batch) * len(batch)
+    )
+
+
+def _shaped(
+    x: jax.Array,
+    data: jax.Array,
+    scale: jax.Array,
+    scale_shape: tuple[int, ...],
+    format: Format,
+) -> tuple[jax.Array, jax.Array]:
+    data = data.reshape(*x.shape[:-2], -1, data.shape[-1])
+    scale = scale.reshape(scale_shape)
+    return data, scale.view(format.scale.numpy_dtype) if scale.dtype == UINT8 else scale

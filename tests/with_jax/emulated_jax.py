@@ -1,0 +1,99 @@
+"""A GPU that is not there: kernels that JAX calls run in the emulator, in callbacks on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+
+from blockscale import emulator as em
+from blockscale.dtypes import to_torch
+from blockscale.jax.launch import InPlace, Target, standing_in
+from blockscale.kernels.common import compile_cache
+from blockscale.kernels.common.gpu import GPUS
+
+__all__ = ["emulated"]
+
+# XLA's threads flush subnormals to zero, and those that they start do, too: this one was before.
+_THREAD = ThreadPoolExecutor(1)
+_THREAD.submit(int).result()
+
+
+@contextmanager
+def emulated(arch: str, multiprocessors: int = 8) -> Iterator[list[Any]]:
+    """What is traced inside is for a GPU of ``arch`` that is the emulator; the configurations of
+    kernels that it ran, which found their outputs poisoned."""
+    launched: list[Any] = []
+
+    def launch(config: Any, *arguments: Any) -> list[jax.Array]:
+        arrays: list[jax.Array] = []
+        structs: list[jax.ShapeDtypeStruct] = []
+
+        def spot(given: Any) -> Any:
+            """Arguments with numbers of inputs and outputs for arrays."""
+            if isinstance(given, jax.ShapeDtypeStruct):
+                structs.append(given)
+                return ("write", len(structs) - 1)
+            if isinstance(given, InPlace):
+                structs.append(jax.ShapeDtypeStruct(given.array.shape, given.array.dtype))
+                arrays.append(given.array)
+                return ("both", len(arrays) - 1, len(structs) - 1)
+            if isinstance(given, jax.Array):
+                arrays.append(given)
+                return ("read", len(arrays) - 1)
+            return tuple(map(spot, given)) if isinstance(given, tuple) else given
+
+        spots = spot(arguments)
+
+        def run(*given: Any) -> list[np.ndarray]:
+            launched.append(config)
+            inputs = [tensor(np.array(each)) for each in given]
+            outputs = [poisoned(each) for each in structs]
+
+            def put(spot: Any) -> Any:
+                if not isinstance(spot, tuple):
+                    return spot
+                if spot[:1] == ("read",):
+                    return inputs[spot[1]]
+                if spot[:1] == ("write",):
+                    return outputs[spot[1]]
+                if spot[:1] == ("both",):
+                    outputs[spot[2]] = inputs[spot[1]]
+                    return inputs[spot[1]]
+                return tuple(map(put, spot))
+
+            _THREAD.submit(lambda: compile_cache.build(config)(*map(put, spots))).result()
+            return [array(x, each.dtype) for x, each in zip(outputs, structs, strict=True)]
+
+        return list(jax.pure_callback(run, structs, *arrays, vmap_method="sequential"))
+
+    gpu = replace(GPUS[arch], multiprocessors=multiprocessors)
+    with (
+        standing_in(Target(gpu, launch, "cpu")),
+        em.cutedsl(em.Device(arch, check="all,exit_stores")),
+    ):
+        yield launched
+
+
+def tensor(x: np.ndarray) -> torch.Tensor:
+    octets = np.frombuffer(x.tobytes(), np.uint8).copy()
+    # as XLA's buffers are
+    place = torch.empty(len(octets) + 256, dtype=torch.uint8)
+    place = place[-place.data_ptr() % 256 :][: len(octets)]
+    place.copy_(torch.from_numpy(octets))
+    return place.view(to_torch(x.dtype)).view(x.shape)
+
+
+def poisoned(struct: jax.ShapeDtypeStruct) -> torch.Tensor:
+    count = int(np.prod(struct.shape)) * struct.dtype.itemsize
+    return tensor(np.full(count, 0xA5, np.uint8)).view(to_torch(struct.dtype)).view(struct.shape)
+
+
+def array(x: torch.Tensor, dtype: np.dtype) -> np.ndarray:
+    return x.reshape(-1).view(torch.uint8).numpy().view(dtype).reshape(x.shape)
