@@ -121,6 +121,7 @@ def plan_mixed(call: GemmCall) -> CompiledGemm:
         config: Any = skinny_config.choose_config(
             m,
             n,
+            k,
             b_format,
             call.epilogue(n),
             tma_scales=_apart(b_scale, skinny_config.SCALE_ROW),
