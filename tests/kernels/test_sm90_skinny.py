@@ -78,6 +78,8 @@ CASES = [  # completion; kernel; M, N, K
         Config("mxfp8", FLOAT32, rows=8, b_rows=64, warps=2, resident=1),
         (7, 72, 1024),
     ),
+    ("random", Config("mxfp8", BFLOAT16, rows=16, warps=6), (12, 40, 1664)),
+    ("random", Config("mxfp8", BFLOAT16, rows=8, loaded_rows=1, warps=16), (1, 40, 4480)),
 ]
 
 
@@ -181,12 +183,13 @@ def test_choice():
     have all of K. Threads read the scales where TMA cannot load them."""
     for m, rows in ((1, 8), (8, 8), (9, 16), (16, 16)):
         config = chosen(m, 8192, 1024)
-        assert config == choose_config(m, 8192, "mxfp8", Epilogue(BFLOAT16))
+        assert config == choose_config(m, 8192, 1024, "mxfp8", Epilogue(BFLOAT16))
         assert config.rows == rows
         assert config.loaded_rows == (m if m < 8 else 0)
         assert chosen(m, 4096, 1024, a_format="mxfp8") == choose_config(
-            m, 4096, "mxfp8", Epilogue(BFLOAT16)
+            m, 4096, 1024, "mxfp8", Epilogue(BFLOAT16)
         )
+    assert [chosen(1, 2048, k).warps for k in (4096, 8192)] == [8, 16]
     aligned = chosen(1, 8192, 1024)
     for config in (chosen(1, 8192, 1024, pad=4), chosen(1, 8192, 1024 + 32)):
         assert config == replace(aligned, tma_scales=False)
@@ -205,16 +208,51 @@ def test_rows_of_b():
         (16, "nvfp4", 4096, 32),
         (16, "nvfp4", 8512, 32),
     ):
-        assert choose_config(m, n, format, Epilogue(BFLOAT16)).b_rows == rows
+        assert choose_config(m, n, 4096, format, Epilogue(BFLOAT16)).b_rows == rows
+
+
+@pytest.mark.parametrize(
+    ("shape", "format", "warps"),
+    [
+        ((1, 4224, 4224), "nvfp4", 16),  # one tile for each multiprocessor, 33 K blocks
+        ((1, 4224, 4096), "nvfp4", 8),  # 32
+        ((8, 4224, 4097), "mxfp4", 16),  # a part of the 33rd
+        ((9, 4224, 14336), "mxfp4", 8),
+        ((1, 3168, 14336), "mxfp8", 16),  # for three of four
+        ((1, 3200, 14336), "mxfp8", 8),
+        ((16, 2048, 14336), "mxfp8_e5m2", 8),
+        ((16, 8448, 14336), "nvfp4", 8),  # of 64 rows
+        ((1, 4256, 14336), "nvfp4", 8),  # two
+        ((16, 8448, 4096), "mxfp4", 8),
+        ((1, 8448, 4096), "mxfp8", 6),
+        ((16, 4256, 4096), "mxfp8", 6),
+        ((1, 8480, 14336), "nvfp4", 4),  # three
+        ((1, 25344, 4096), "mxfp4", 4),  # six
+        ((1, 25376, 4096), "mxfp4", 8),  # seven
+        ((16, 57344, 4096), "nvfp4", 4),
+        ((1, 57344, 4096), "mxfp8", 4),
+    ],
+)
+def test_warps(shape, format, warps):
+    """On 132 multiprocessors, by tiles of 32 rows for each of them."""
+    assert choose_config(*shape, format, Epilogue(BFLOAT16)).warps == warps
+
+
+def test_four_warps_at_once():
+    """Up to six tiles of four bits have four warps: as many fit a multiprocessor's shared memory,
+    and no seventh."""
+    config = choose_config(1, 25344, 4096, "nvfp4", Epilogue(BFLOAT16))
+    assert 6 * config.shared_bytes <= 228 * 1024 < 7 * config.shared_bytes
 
 
 @pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("k", [1024, 4096, 4097, 28672])
 @pytest.mark.parametrize("n", [256, 2304, 4096, 8192, 12288, 57344])
 @pytest.mark.parametrize("m", [1, 16])
-def test_chosen_fit(m, n, format):
+def test_chosen_fit(m, n, k, format):
     """Tiles that a multiprocessor takes at once fit its shared memory, two at least where there are
     more than one for each; and where they are few, no others do."""
-    config = choose_config(m, n, format, Epilogue(BFLOAT16))
+    config = choose_config(m, n, k, format, Epilogue(BFLOAT16))
     each = -(-n // (config.b_rows * 132))
     assert config.shared_bytes * min(2, each) <= 227 * 1024
     assert each > 3 or (each + 1) * config.shared_bytes >= 228 * 1024

@@ -60,7 +60,7 @@ def choose_kernels(
     ):
         tma_scales = scales_apart % skinny_config.SCALE_ROW == 0
         multiply = skinny_config.choose_config(
-            m, n, b_format, epilogue, tma_scales=tma_scales, gpu=gpu
+            m, n, k, b_format, epilogue, tma_scales=tma_scales, gpu=gpu
         )
         widen = None if a_format is None else PermuteConfig(a_format, 0)
         return MixedKernels(multiply, widen, 0, decodes=True, promotes=False)

@@ -19,6 +19,8 @@ SCALE_ROW = 16  # bytes of block scales of a row, which TMA loads at least
 _A_ROWS = (8, 16)  # of a tile
 MAX_SKINNY_M = _A_ROWS[-1]
 _B_ROWS = (32, 64)
+_MOST_WARPS, _WARPS, _FEW_WARPS = 16, 8, 4
+_NARROW_AT_ONCE = 6  # CTAs of few warps, rows of A and bits that fit a multiprocessor
 _SHARED = 228 << 10  # of a multiprocessor; a block takes 1 KiB more than it asks for
 
 
@@ -120,41 +122,45 @@ def fills_gpu(n: int, multiprocessors: int) -> bool:
     return 2 * -(-n // _B_ROWS[0]) > multiprocessors
 
 
-def _one_each(tiles: int, least: float, multiprocessors: int) -> bool:
-    """Whether multiprocessors have one at most, and ``least`` of them do."""
-    return least * multiprocessors < tiles <= multiprocessors
-
-
 def _rows_of_b(n: int, rows: int, format: Format, multiprocessors: int) -> int:
     """As measured, with NVFP4 alone: 16 rows of A are as many bytes as 64 of B that have four bits,
-    so that tiles of 64 pay if multiprocessors have one each."""
+    so that tiles of 64 pay if multiprocessors have one at most, and 0.6 of them do."""
     few, many = _B_ROWS
     suits_many = format.name == "nvfp4" and rows == 16
-    return many if suits_many and _one_each(-(-n // many), 0.6, multiprocessors) else few
+    one_each = 0.6 * multiprocessors < -(-n // many) <= multiprocessors
+    return many if suits_many and one_each else few
 
 
-def _warps(tiles: int, b_rows: int, rows: int, bits: int, multiprocessors: int) -> int:
-    """As measured: all that a multiprocessor has for one or two tiles; with more of them, and more
-    to read for each, few enough that many tiles are there at once."""
+def _warps(tiles: int, k_blocks: int, rows: int, bits: int, multiprocessors: int) -> int:
+    """As measured (benchmarks/results/archive/skinny_warps_h200.json): most where multiprocessors
+    have one tile at most and each warp more than two K blocks, of few rows of A, unless so many
+    tiles of eight bits keep memory busy; few where many tiles fit a multiprocessor at once."""
+    few_rows, narrow = rows == _A_ROWS[0], bits == 4
     if tiles <= multiprocessors:
-        return 8 if b_rows > _B_ROWS[0] or _one_each(tiles, 0.75, multiprocessors) else 12
-    return 8 if bits == 4 and (rows == 8 or tiles <= 2 * multiprocessors) else 4
+        long = k_blocks > 2 * _MOST_WARPS
+        pays = few_rows and long and (narrow or tiles <= 0.75 * multiprocessors)
+        return _MOST_WARPS if pays else _WARPS
+    if tiles <= 2 * multiprocessors:
+        return _WARPS if narrow else 6
+    in_turns = tiles > _NARROW_AT_ONCE * multiprocessors
+    return _WARPS if few_rows and narrow and in_turns else _FEW_WARPS
 
 
 def choose_config(
     m: int,
     n: int,
+    k: int,
     b_format: str,
     epilogue: Epilogue,
     *,
     tma_scales: bool = True,
     gpu: Gpu = GPUS["sm_90a"],
 ) -> Config:
-    """The kernel for a product of ``m`` rows by a matrix of ``n``. ``tma_scales``: whether TMA can
-    load its block scales."""
+    """The kernel for a product of ``m`` rows of ``k`` elements by a matrix of ``n`` such rows.
+    ``tma_scales``: whether TMA can load its block scales."""
     rows, format = next(each for each in _A_ROWS if each >= m), get_format(b_format)
     b_rows = _rows_of_b(n, rows, format, gpu.multiprocessors)
-    tiles = -(-n // b_rows)
+    tiles, k_blocks = -(-n // b_rows), -(-k // BLOCK_K)
     resident = -(-tiles // gpu.multiprocessors)
     return Config(
         b_format,
@@ -162,7 +168,7 @@ def choose_config(
         rows=rows,
         loaded_rows=rows_to_load(m, rows),
         b_rows=b_rows,
-        warps=_warps(tiles, b_rows, rows, format.element.bits, gpu.multiprocessors),
+        warps=_warps(tiles, k_blocks, rows, format.element.bits, gpu.multiprocessors),
         tma_scales=tma_scales,
         resident=resident if resident < 4 else 0,
         accumulate=epilogue.accumulate,
