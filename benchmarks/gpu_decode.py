@@ -1,6 +1,6 @@
 """Tokens a second of a Llama of 8 billion parameters, decoding under CUDA graphs, on one GPU.
 
-    python benchmarks/gpu_decode.py OUT.json
+    python benchmarks/gpu_decode.py OUT.json [--batch 1] [--batch 16] [--minutes 5]
 
 transformers' Llama with random weights and a static cache of 512 tokens: one step is one token for
 each sequence, its logits and the next token, compiled by torch, which fuses what is between the
@@ -24,7 +24,7 @@ import time
 import traceback
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import torch.multiprocessing as mp
@@ -65,12 +65,20 @@ MODELS = (
 )
 
 
-def main(out: Path, minutes: float = 5, device: str = "cuda") -> None:
+def main(
+    out: Path,
+    minutes: float = 5,
+    batch: Annotated[list[int], typer.Option()] = [1, 16, 64],  # noqa: B006
+    device: str = "cuda",
+) -> None:
     ends = time.monotonic() + 60 * minutes
     context = mp.get_context("spawn")
     room, workers = context.Semaphore(AT_ONCE), list[tuple[Served, Any, Any]]()
     for served in MODELS:
-        here, there = context.Pipe()
+        wanted = tuple(each for each in served.batches if each in batch)
+        if not wanted:
+            continue
+        served, (here, there) = served._replace(batches=wanted), context.Pipe()
         process = context.Process(target=serve, args=(served, device, room, there), daemon=True)
         process.start()
         workers.append((served, process, here))
@@ -82,28 +90,36 @@ def main(out: Path, minutes: float = 5, device: str = "cuda") -> None:
     rows: dict[tuple[Served, int], dict[str, Any]] = {}
     for _ in range(ROUNDS):
         for served, _, pipe in workers:
-            for batch in served.batches if served not in failed else ():
-                pipe.send(batch)
+            for each in served.batches if served not in failed else ():
+                pipe.send(each)
                 milliseconds, kernels = pipe.recv()
-                row = rows.setdefault((served, batch), {"rounds": [], "kernels": kernels})
+                row = rows.setdefault((served, each), {"rounds": [], "kernels": kernels})
                 row["rounds"].append(milliseconds)
+        write(out, rows, failed, device)
     for served, process, pipe in workers:
         if served in failed:
             process.kill()
         else:
             pipe.send(None)
         process.join()
+    for each in json.loads(out.read_text())["rows"]:
+        print({name: value for name, value in each.items() if name != "kernels"}, flush=True)
+
+
+def write(
+    out: Path,
+    rows: dict[tuple[Served, int], dict[str, Any]],
+    failed: dict[Served, str],
+    device: str,
+) -> None:
     found = []
     for (served, batch), row in rows.items():
         per_step = median(row["rounds"])
-        described = {**served._asdict(), "weights": served.weights or "bf16", "batches": batch}
-        described["batch"] = described.pop("batches")
-        described |= {
-            "milliseconds": per_step,
-            "tokens_per_second": round(1e3 * batch / per_step, 1),
-        }
+        described = {**served._asdict(), "weights": served.weights or "bf16", "batch": batch}
+        del described["batches"]
+        described["milliseconds"] = per_step
+        described["tokens_per_second"] = round(1e3 * batch / per_step, 1)
         found.append({**described, **row})
-        print(described, flush=True)
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     gpu = torch.cuda.get_device_name() if device == "cuda" else device
     about = {"device": gpu, **versions, "shape": SHAPE, "rows": found}

@@ -16,6 +16,7 @@ from blockscale import emulator as em
 from blockscale.dtypes import to_torch
 from blockscale.jax.launch import InPlace, Target, standing_in
 from blockscale.kernels.common import compile_cache
+from blockscale.kernels.common.builders import describe_kernel
 from blockscale.kernels.common.gpu import GPUS
 
 __all__ = ["emulated"]
@@ -68,7 +69,9 @@ def emulated(arch: str, multiprocessors: int = 8) -> Iterator[list[Any]]:
                     return inputs[spot[1]]
                 return tuple(map(put, spot))
 
-            _THREAD.submit(lambda: compile_cache.build(config)(*map(put, spots))).result()
+            fakes = describe_kernel(config).arguments
+            found = [as_kernel_takes(*pair) for pair in zip(map(put, spots), fakes, strict=True)]
+            _THREAD.submit(lambda: compile_cache.build(config)(*found)).result()
             return [array(x, each.dtype) for x, each in zip(outputs, structs, strict=True)]
 
         return list(jax.pure_callback(run, structs, *arrays, vmap_method="sequential"))
@@ -79,6 +82,18 @@ def emulated(arch: str, multiprocessors: int = 8) -> Iterator[list[Any]]:
         em.cutedsl(em.Device(arch, check="all,exit_stores")),
     ):
         yield launched
+
+
+def as_kernel_takes(given: Any, fake: Any) -> Any:
+    """With items of several bytes where it takes those, bytes where it takes these."""
+    if isinstance(given, tuple):
+        return tuple(as_kernel_takes(g, f) for g, f in zip(given, fake, strict=True))
+    if not isinstance(given, torch.Tensor):
+        return given
+    bits = fake.element_type.width
+    if bits > 8 * given.itemsize:
+        return given.view({32: torch.int32, 64: torch.int64}[bits])
+    return given.view(torch.uint8) if str(fake.element_type) == "Uint8" else given
 
 
 def tensor(x: np.ndarray) -> torch.Tensor:

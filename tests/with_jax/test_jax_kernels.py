@@ -3,6 +3,7 @@ that are not here."""
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 
 import pytest
@@ -11,12 +12,18 @@ pytest.importorskip("jax", reason="jax is not installed")
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 
+import cutlass.jax
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
+import torch
 from emulated_jax import emulated
 
+import blockscale as bs
 import blockscale.jax as bsj
+from blockscale.jax import launch
+from stand_in import emulated as emulated_torch
 
 ARCHS = ("sm_90a", "sm_100a")
 QUANTIZED = [  # shape, dtype, and how
@@ -79,3 +86,203 @@ def test_dequantize(shape, dtype, how, arch):
             jax.block_until_ready(got)
         assert launched
         assert_same(got, expected)
+
+
+def operand(shape, format, axis=-1, seed=0, **how):
+    """Plain bf16 of no format."""
+    x = jax.random.normal(jax.random.key(seed), shape).astype(jnp.bfloat16)
+    return x if format is None else bsj.quantize(x, format, axis=axis, **how)
+
+
+PRODUCTS = [  # M, N, K; formats of a and of the weight; how they are quantized
+    ((40, 72, 256), ("fp8_1x128", "fp8_128x128"), {}),
+    ((24, 136, 256), ("fp8_1x128", "fp8_1x128"), {"layout": "sm90"}),
+    ((3, 96, 320), (None, "mxfp8"), {}),
+    ((16, 80, 192), (None, "nvfp4"), {}),
+    ((70, 144, 288), (None, "mxfp4"), {}),
+    ((40, 72, 256), ("mxfp8", "mxfp8"), {}),
+    ((40, 80, 128), ("nvfp4", "nvfp4"), {}),
+    ((130, 48, 160), ("mxfp8", "mxfp4"), {}),
+    ((40, 72, 128), ("fp8_1x128", "mxfp4"), {}),
+    ((5, 1088, 256), ("mxfp8", "mxfp8_e5m2"), {}),
+]
+BLACKWELL = [
+    ((40, 72, 256), ("mxfp8", "mxfp8"), {}),
+    ((130, 136, 96), ("mxfp4", "mxfp4"), {}),
+    ((40, 80, 80), ("nvfp4", "nvfp4"), {}),
+    ((136, 128, 160), ("mxfp8", "mxfp4"), {}),
+    ((136, 128, 128), ("mxfp8", "mxfp8_e5m2"), {"layout": "tcgen05"}),
+]
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize(
+    ("arch", "shape", "formats", "how"),
+    [("sm_90a", *each) for each in PRODUCTS] + [("sm_100a", *each) for each in BLACKWELL],
+)
+def test_gemm(arch, shape, formats, how, bias):
+    """The bits of torch's side."""
+    m, n, k = shape
+    a, w = operand((m, k), formats[0], seed=1, **how), operand((n, k), formats[1], seed=2, **how)
+    v = jnp.arange(n, dtype=jnp.float32) if bias else None
+    with emulated(arch) as launched:
+        got = jax.jit(lambda a, w: bsj.gemm(a, w.mT, jnp.float32, bias=v))(a, w)
+        jax.block_until_ready(got)
+    assert launched
+    left, right, added = (None if x is None else to_torch(x) for x in (a, w, v))
+    with emulated_torch(arch) as found:
+        expected = bs.gemm(left, right.mT, torch.float32, bias=added)
+    assert launched == found
+    np.testing.assert_array_equal(np.asarray(got), expected.numpy())
+
+
+GROUPED = [
+    ("sm_90a", (72, 48, 256), ("fp8_1x128", "fp8_128x128")),
+    ("sm_90a", (40, 80, 160), ("mxfp8", "mxfp8")),
+    ("sm_90a", (40, 80, 128), (None, "nvfp4")),
+    ("sm_90a", (40, 80, 128), ("nvfp4", "nvfp4")),
+    ("sm_100a", (72, 80, 160), ("mxfp8", "mxfp8")),
+    ("sm_100a", (72, 80, 80), ("nvfp4", "nvfp4")),
+]
+
+
+def grouped(arch, shape, formats, ends):
+    """What was launched, the operands and the product, by kernels."""
+    m, n, k = shape
+    a, w = operand((m, k), formats[0], seed=1), operand((3, n, k), formats[1], seed=2)
+    ends = jnp.array(ends, jnp.int32)
+    with emulated(arch) as launched:
+        got = jax.jit(lambda a, w: bsj.grouped_gemm(a, w.mT, ends, jnp.float32))(a, w)
+        jax.block_until_ready(got)
+    return launched, (a, w, ends), np.asarray(got)
+
+
+@pytest.mark.parametrize(("arch", "shape", "formats"), GROUPED)
+def test_grouped_gemm(arch, shape, formats):
+    """The same, with an empty group, and rows that are no group's."""
+    launched, given, got = grouped(arch, shape, formats, [13, 13, 35])
+    left, right, offsets = map(to_torch, given)
+    with emulated_torch(arch) as found:
+        expected = bs.grouped_gemm(left, right.mT, offsets, torch.float32)
+    assert launched == found
+    np.testing.assert_array_equal(got, expected.numpy())
+    assert not got[35:].any()
+
+
+@pytest.mark.parametrize("ends", [(-4, 90, 20), (30, 7, 1000)])
+@pytest.mark.parametrize(("arch", "shape", "formats"), [GROUPED[1], GROUPED[4]])
+def test_ends_that_no_groups_have(arch, shape, formats, ends):
+    """Nothing is read or written that is not the call's."""
+    assert grouped(arch, shape, formats, ends)[0]
+
+
+def to_torch(x):
+    return bsj.to_torch(x) if isinstance(x, bsj.ScaledArray) else torch.from_dlpack(x)
+
+
+@pytest.mark.parametrize(
+    ("arch", "format"), [("sm_90a", "mxfp8"), ("sm_90a", "fp8_block"), ("sm_100a", "nvfp4")]
+)
+def test_linear(arch, format):
+    """Gradients, and a batch of calls, are those without kernels, but for the order of sums."""
+    x, w = operand((2, 32, 128), None, seed=1), operand((128, 64), None, seed=2)
+
+    def loss(w, x):
+        return (bsj.linear(x, w, format=format).astype(jnp.float32) ** 2).mean()
+
+    of_each = jax.vmap(jax.value_and_grad(loss, (0, 1)), (None, 0))
+    expected = of_each(w, x)
+    with emulated(arch) as launched:
+        got = jax.jit(of_each)(w, x)
+        jax.block_until_ready(got)
+    assert len(launched) >= 2 * 3
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        one, other = (np.asarray(each).astype(np.float64) for each in (one, other))
+        # a sum that is rounded otherwise may move an element of what is quantized next by a step
+        assert np.linalg.norm(one - other) <= 2.0**-7 * np.linalg.norm(other)
+
+
+def test_batch_of_products():
+    a, w = operand((2, 24, 128), "nvfp4", seed=1), operand((2, 48, 128), "nvfp4", seed=2)
+    expected = bsj.gemm(a, w.mT, jnp.float32)
+    with emulated("sm_90a") as launched:
+        got = jax.jit(lambda a, w: bsj.gemm(a, w.mT, jnp.float32))(a, w)
+        jax.block_until_ready(got)
+    assert len(launched) == 4  # A is widened before each
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-4)
+
+
+# --- lowered --------------------------------------------------------------------------------------
+
+
+def shaped(*shape, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def of_weights(function, a, b):
+    """``function`` of both, quantized inside."""
+    return lambda x, w: function(bsj.quantize(x, a), bsj.quantize(w, b).mT)
+
+
+LOWERED = {  # what is lowered, of which shapes, and the kernels that it calls, by architecture
+    "quantize": (bsj.quantize, (shaped(64, 256),), (1, 1)),
+    "nvfp4": (partial(bsj.quantize, format="nvfp4"), (shaped(64, 256),), (2, 2)),
+    "both axes": (bsj.quantize_both, (shaped(2, 64, 256),), (1, 1)),
+    "vmap": (jax.vmap(bsj.quantize), (shaped(2, 64, 256),), (1, 1)),
+    "back": (lambda x: bsj.dequantize(bsj.quantize(x)), (shaped(64, 256),), (2, 2)),
+    "gemm": (of_weights(bsj.gemm, "mxfp8", "mxfp8"), (shaped(200, 256), shaped(128, 256)), (4, 3)),
+    "tall": (of_weights(bsj.gemm, "mxfp8", "mxfp8"), (shaped(300, 256), shaped(128, 256)), (5, 3)),
+    "few rows": (
+        lambda x, w: bsj.gemm(x, bsj.quantize(w).mT),
+        (shaped(4, 256), shaped(8192, 256)),
+        (2, 1),
+    ),
+    "fp8": (
+        of_weights(bsj.gemm, "fp8_1x128", "fp8_128x128"),
+        (shaped(200, 256), shaped(128, 256)),
+        (3, 4),  # on Blackwell XLA multiplies values
+    ),
+    "gradients": (
+        jax.grad(lambda w, x: bsj.linear(x, w).astype(jnp.float32).sum(), (0, 1)),
+        (shaped(256, 96), shaped(64, 256)),
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("name", LOWERED)
+def test_lowered(name, arch, monkeypatch):
+    """For a GPU that is not here, with the machine code in it."""
+    function, given, kernels = LOWERED[name]
+    monkeypatch.setenv("CUTE_DSL_ARCH", arch)
+    checks = cutlass.jax.get_export_disabled_safety_checks()
+    with warnings.catch_warnings():
+        if (name, arch) in {("few rows", "sm_100a"), ("fp8", "sm_100a")}:
+            warnings.simplefilter("ignore", bs.FallbackWarning)
+        exported = jax.export.export(
+            jax.jit(partial(function)), platforms=["cuda"], disabled_checks=checks
+        )(*given)
+    text = str(exported.mlir_module())
+    found = text.count("custom_call @CuteDSLRT")
+    assert found == kernels[ARCHS.index(arch)] if kernels else found >= 3
+    assert text.count("\\7FELF") == 2 * found  # of the host and of the GPU
+
+
+def test_says_once_what_has_no_kernel(monkeypatch):
+    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
+    monkeypatch.setattr(launch, "_warned", set())
+    x = jnp.ones((32, 64))
+    with pytest.warns(bs.FallbackWarning, match="6-bit elements; XLA computes it"):
+        bsj.quantize(x, "mxfp6_e2m3")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        bsj.quantize(x, "mxfp6_e2m3")
+
+
+def test_unknown_architectures(monkeypatch):
+    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90")
+    monkeypatch.setattr(launch, "_warned", set())
+    launch._named.cache_clear()
+    with pytest.warns(bs.FallbackWarning, match="Choose sm_90a; XLA computes it"):
+        bsj.quantize(jnp.ones((32, 64)))

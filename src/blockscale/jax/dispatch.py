@@ -21,14 +21,14 @@ from .launch import Target, fall_back, target
 
 T = TypeVar("T")
 
-__all__ = ["decoded", "encoded", "global_scale", "multiplied"]
+__all__ = ["by_platform", "decoded", "encoded", "global_scale", "multiplied", "target_of"]
 
 
 def encoded(
     x: jax.Array, scalar: jax.Array | None, *asked: Asked
 ) -> list[tuple[jax.Array, jax.Array]]:
     """As ``formulas.encoded``, for each of the axes that are ``asked`` for."""
-    goal = _target("quantize", partial(gpu_quantize.unsupported, scalar, asked))
+    goal = target_of("quantize", partial(gpu_quantize.unsupported, scalar, asked))
     return _encoded(x, scalar, asked, goal)
 
 
@@ -48,7 +48,7 @@ def _encoded(
 
     looped = asked[0].seed is None and _takes(asked[0].format, scalar)
     ways = {"cpu": by_loops} if looped else {}
-    return _by_platform(ways, goal, by_kernels, by_formulas)(x, scalar)
+    return by_platform(ways, goal, by_kernels, by_formulas)(x, scalar)
 
 
 def _by_loops(x: jax.Array, scalar: jax.Array | None, asked: Asked) -> tuple[jax.Array, jax.Array]:
@@ -69,7 +69,7 @@ def decoded(
 ) -> jax.Array:
     """As ``formulas.decoded``, rounded once to ``dtype``; what lies turned is turned by who reads
     it."""
-    goal = _target("dequantize", lambda goal: gpu_dequantize.unsupported(scalar, stored))
+    goal = target_of("dequantize", lambda goal: gpu_dequantize.unsupported(scalar, stored))
     return _decoded(data, scale, scalar, stored, dtype, goal)
 
 
@@ -104,7 +104,7 @@ def _decoded(
         return gpu_dequantize.decoded(data, scale, scalar, stored, dtype, goal)
 
     ways = {"cpu": by_loops} if _takes(stored.format, scalar) else {}
-    return _by_platform(ways, goal, by_kernels, by_formulas)(data, scale, scalar)
+    return by_platform(ways, goal, by_kernels, by_formulas)(data, scale, scalar)
 
 
 def global_scale(x: jax.Array, format: Format) -> jax.Array:
@@ -122,7 +122,7 @@ def _global_scale(x: jax.Array, format: Format, goal: Target | None) -> jax.Arra
         return gpu_quantize.global_scale(x, format, goal)
 
     by_loops = partial(loops.global_scale, format=format)
-    return _by_platform({"cpu": by_loops}, goal, by_kernels, by_formulas)(x)
+    return by_platform({"cpu": by_loops}, goal, by_kernels, by_formulas)(x)
 
 
 def multiplied(
@@ -144,7 +144,7 @@ def multiplied(
     return jax.lax.platform_dependent(x, data, scale, scalar, cpu=by_loops, default=by_values)
 
 
-def _target(operation: str, why_not: Callable[[Target], str]) -> Target | None:
+def target_of(operation: str, why_not: Callable[[Target], str]) -> Target | None:
     """Where kernels run, if they can do this; that they cannot is said once."""
     goal = target()
     reason = "" if goal is None else why_not(goal)
@@ -154,7 +154,7 @@ def _target(operation: str, why_not: Callable[[Target], str]) -> Target | None:
     return goal
 
 
-def _by_platform(
+def by_platform(
     ways: dict[str, Callable[..., T]],
     goal: Target | None,
     by_kernels: Callable[..., T],

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ..kernels.cpu.spec import MAX_SKINNY_M, supported
+from . import gpu_gemm
 from .array import ScaledArray
 from .checks import check_out_dtype, check_product
-from .dispatch import multiplied
+from .dispatch import by_platform, multiplied, target_of
 from .quantize import dequantize
 
 __all__ = ["gemm", "grouped_gemm"]
@@ -37,13 +40,41 @@ def gemm(
     out = check_out_dtype(out_dtype)
     if bias is not None and jnp.shape(bias) != b.shape[-1:]:
         raise ValueError(f"bias: has shape {jnp.shape(bias)}; expected {b.shape[-1:]}")
+    goal = target_of("gemm", partial(gpu_gemm.unsupported, a, b, out))
+
+    def by_values(a: ScaledArray | jax.Array, b: ScaledArray, bias: jax.Array | None) -> jax.Array:
+        acc = _product(a, b)
+        if bias is not None:
+            acc = acc + bias.astype(jnp.float32)
+        return acc.astype(out)
+
+    def by_kernels(a: ScaledArray | jax.Array, b: ScaledArray, bias: jax.Array | None) -> jax.Array:
+        assert goal is not None
+        return gpu_gemm.multiplied(a, b, bias, out, goal)
+
+    given = None if bias is None else jnp.asarray(bias)
+    if goal is None or a.ndim == 2:
+        return by_platform({}, goal, by_kernels, by_values)(a, b, given)
+    product = by_platform(
+        {}, goal, lambda a, b: by_kernels(a, b, given), lambda a, b: by_values(a, b, given)
+    )
+    for _ in a.shape[:-2]:
+        product = jax.vmap(product)
+    return product(_each(a), _each(b))
+
+
+def _each(x: ScaledArray | jax.Array) -> ScaledArray | jax.Array:
+    """With a global scale for each matrix."""
+    if not isinstance(x, ScaledArray) or x.global_scale is None:
+        return x
+    return replace(x, global_scale=jnp.broadcast_to(x.global_scale, x.shape[:-2]))
+
+
+def _product(a: ScaledArray | jax.Array, b: ScaledArray) -> jax.Array:
+    """Of values, in fp32."""
     if a.ndim == 2 and 0 < a.shape[0] <= MAX_SKINNY_M and b.turned == (True, True) and _is_whole(b):
-        acc = multiplied(_values(a), b.data, b.scale, b.global_scale, b.kind)
-    else:
-        acc = jnp.matmul(_values(a), _values(b), precision=jax.lax.Precision.HIGHEST)
-    if bias is not None:
-        acc = acc + jnp.asarray(bias, jnp.float32)
-    return acc.astype(out)
+        return multiplied(_values(a), b.data, b.scale, b.global_scale, b.kind)
+    return jnp.matmul(_values(a), _values(b), precision=jax.lax.Precision.HIGHEST)
 
 
 def grouped_gemm(
@@ -71,9 +102,17 @@ def grouped_gemm(
             "of each group"
         )
     out = check_out_dtype(out_dtype)
-    sizes = jnp.diff(offsets, prepend=0)
-    acc = jax.lax.ragged_dot(_values(a), _values(b), sizes, precision=jax.lax.Precision.HIGHEST)
-    return acc.astype(out)
+    goal = target_of("grouped_gemm", partial(gpu_gemm.unsupported, a, b, out, groups=b.shape[0]))
+
+    def by_values(a: ScaledArray | jax.Array, b: ScaledArray, offsets: jax.Array) -> jax.Array:
+        sizes, exact = jnp.diff(offsets, prepend=0), jax.lax.Precision.HIGHEST
+        return jax.lax.ragged_dot(_values(a), _values(b), sizes, precision=exact).astype(out)
+
+    def by_kernels(a: ScaledArray | jax.Array, b: ScaledArray, offsets: jax.Array) -> jax.Array:
+        assert goal is not None
+        return gpu_gemm.grouped(a, b, offsets, out, goal)
+
+    return by_platform({}, goal, by_kernels, by_values)(a, b, offsets)
 
 
 def _is_whole(b: ScaledArray) -> bool:

@@ -53,8 +53,8 @@ def encoded(
             jax.ShapeDtypeStruct(shapes[axis].flat, dtype),
         ]
     parts = iter(target.launch(config, (matrix,), tuple(written), scalar, None, None, None))
-    made = {axis: (next(parts), next(parts)) for axis in (-1, -2) if axis in found}
-    return [_shaped(x, *made[each.axis], shapes[each.axis].scale, format) for each in asked]
+    made = {axis: (next(parts), next(parts)) for axis in sorted(found, reverse=True)}
+    return [_shaped(x, made[each.axis], shapes[each.axis].scale, format) for each in asked]
 
 
 def global_scale(x: jax.Array, format: Format, target: Target) -> jax.Array:
@@ -101,11 +101,11 @@ def _choose(matrix: jax.Array, request: Request, target: Target) -> Config:
 
 def _shaped(
     x: jax.Array,
-    data: jax.Array,
-    scale: jax.Array,
+    written: tuple[jax.Array, jax.Array],
     scale_shape: tuple[int, ...],
     format: Format,
 ) -> tuple[jax.Array, jax.Array]:
+    data, scale = written
     data = data.reshape(*x.shape[:-2], -1, data.shape[-1])
     scale = scale.reshape(scale_shape)
     return data, scale.view(format.scale.numpy_dtype) if scale.dtype == UINT8 else scale

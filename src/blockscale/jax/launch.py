@@ -193,9 +193,12 @@ def _described(fake: Any, given: Any, tensors: Iterator[Any]) -> Any:
 
 def _tensor(fake: Any, tensor: Any, shape: Sequence[int]) -> Any:
     """The memory of a tensor, with what is known of ``fake``: numbers of the same width, strides
-    that are multiples of the same."""
+    that are multiples of the same; its items, several of the tensor's where these are smaller."""
     from cutlass import Int32, Int64, cute
 
+    ratio = fake.element_type.width // tensor.element_type.width
+    if ratio > 1:
+        shape = *shape[:-1], shape[-1] // ratio
     strides = [1]
     for size in shape[:0:-1]:
         strides.insert(0, strides[0] * size)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..arrays import Array, namespace, zero_padded
+from ..arrays import Array, device_of, namespace, zero_padded
 from .base import Layout, as_bytes, ceil_to, check_scale
 from .tcgen05 import TILE_ROWS
 
@@ -43,7 +43,7 @@ class Grouped:
         """
         xp, ends = namespace(offsets), _as_int64(offsets)
         starts, first = _starts(ends)
-        row = xp.arange(rows, device=offsets.device)
+        row = xp.arange(rows, device=device_of(offsets))
         group = xp.searchsorted(ends, row, side="right")
         outside = self.padded_rows(rows, ends.shape[0])
         within = xp.clip(group, max=ends.shape[0] - 1)
@@ -54,7 +54,7 @@ class Grouped:
         """The inverse: the row that each of the ``padded_rows`` holds; ``rows`` of padding."""
         xp, ends = namespace(offsets), _as_int64(offsets)
         starts, first = _starts(ends)
-        stored = xp.arange(self.padded_rows(rows, ends.shape[0]), device=offsets.device)
+        stored = xp.arange(self.padded_rows(rows, ends.shape[0]), device=device_of(offsets))
         group = xp.searchsorted(first, stored, side="right") - 1
         row = xp.take(starts - first, group, axis=0) + stored
         return xp.where(row < xp.take(ends, group, axis=0), row, rows)

@@ -15,15 +15,10 @@ from ..common.calls import CompiledGemm, GemmCall, Operand, multiply
 from ..common.loadable import loadable
 from ..common.runtime import Described, describe
 from .dequant_plan import plan_dequant
+from .mixed_choice import ANY_ROWS, widens
 from .mixed_plan import plan_mixed
 
 __all__ = ["exact_gemm", "lay", "plan_exact"]
-
-_COPIED_ROWS = 128  # of A, at most, with which copies of what TMA cannot load pay
-_ROWS_FOR_ONE = 2  # of A for each of B, at most: with more it takes longer to write A, as measured
-# Of A, at most: with more the tensor cores run at the limit of power, and cool down while both are
-# written, as measured (docs/lab/products-h200.md).
-_MOST_ROWS = 4096
 
 
 def plan_exact(call: GemmCall) -> CompiledGemm:
@@ -61,10 +56,8 @@ def _widens(a: Described, b: Described) -> bool:
     """Whether ``plan_mixed`` takes these, copied if need be, and is faster."""
     if a[1][1] != 1 or b[1][1] != 1:
         return False
-    rows = a[0][0]
-    return rows <= _COPIED_ROWS or (
-        rows <= min(_MOST_ROWS, _ROWS_FOR_ONE * b[0][0]) and _is_loadable(a) and _is_loadable(b)
-    )
+    rows, loadable_so = a[0][0], _is_loadable(a) and _is_loadable(b)
+    return rows <= ANY_ROWS or (loadable_so and widens(rows, b[0][0]))
 
 
 def _is_loadable(x: Described) -> bool:

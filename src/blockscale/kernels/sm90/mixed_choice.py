@@ -11,7 +11,14 @@ from . import mixed_config, skinny_config
 from .mixed_config import BF16, BLOCK_K, promotes
 from .permute_config import PermuteConfig
 
-__all__ = ["MixedKernels", "choose_kernels"]
+__all__ = ["ANY_ROWS", "MixedKernels", "choose_kernels", "widens"]
+
+#: Rows of A up to which products that widen B are faster however B and A lie.
+ANY_ROWS = 128
+_ROWS_FOR_ONE = 2  # of A for each of B, at most: with more it takes longer to write A, as measured
+# Of A, at most: with more the tensor cores run at the limit of power, and cool down while both are
+# written, as measured (docs/lab/products-h200.md).
+_MOST_ROWS = 4096
 
 
 class MixedKernels(NamedTuple):
@@ -31,6 +38,12 @@ class MixedKernels(NamedTuple):
     partials: int
     decodes: bool
     promotes: bool
+
+
+def widens(m: int, n: int) -> bool:
+    """Whether it is faster to widen B in the product than to write both operands in bf16 before
+    it, for ``m`` rows of A and ``n`` of B."""
+    return m <= ANY_ROWS or m <= min(_MOST_ROWS, _ROWS_FOR_ONE * n)
 
 
 def choose_kernels(
