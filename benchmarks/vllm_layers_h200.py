@@ -11,8 +11,8 @@ whole models do not run. For each layer and number of tokens:
 - a CUDA graph of it gives the bits of the eager call;
 - microseconds in the graph, with a weight that is not in the cache, and those of a bf16 weight.
 
-A product that falls back to plain torch is an error. The dense model's layers have run on an H200;
-the mixture's have not yet.
+A product that falls back to plain torch is an error. The dense model's layers have run on an H200,
+and of the mixture's the experts of NVFP4 weights.
 
     python benchmarks/vllm_layers_h200.py [--device cuda]    writes results/vllm_layers_h200.json
 
