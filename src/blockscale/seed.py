@@ -5,6 +5,7 @@ threads, tiles and ranks change no bit."""
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -44,7 +45,7 @@ class Seed:
         value: 64 bits; a number of its own for each tensor that is rounded in a step.
         step: 64 bits; another one rounds otherwise. ``Seed(7)`` is ``seed=7``. Or an int64 tensor
             () on the device of what is rounded, which is read there when that happens: a replay of
-            a CUDA graph reads what is in it by then.
+            a CUDA graph reads what is in it by then. With JAX, an integer array ().
         origin, shape: of a part: the index of its first element in the whole tensor, and the shape
             of that. A part of a batch may begin and end anywhere along the first dimension, and
             along the last two.
@@ -96,8 +97,12 @@ class Seed:
 
 
 def _is_counter(step: Any) -> bool:
-    """Whether it is a tensor that has a step."""
-    return str(getattr(step, "dtype", "")) == "torch.int64" and not len(step.shape)
+    """Whether it is a tensor that has a step, or an array of JAX."""
+    jax, dtype = sys.modules.get("jax"), str(getattr(step, "dtype", ""))
+    known = dtype == "torch.int64" or (
+        jax is not None and isinstance(step, jax.Array) and dtype in ("int32", "uint32", "int64")
+    )
+    return known and not len(step.shape)
 
 
 def for_op(seed: int | Seed | None, shape: Sequence[int]) -> tuple[list[int] | None, Any]:

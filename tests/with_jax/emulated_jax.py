@@ -92,7 +92,8 @@ def as_kernel_takes(given: Any, fake: Any) -> Any:
         return given
     bits = fake.element_type.width
     if bits > 8 * given.itemsize:
-        return given.view({32: torch.int32, 64: torch.int64}[bits])
+        wide = given.view({32: torch.int32, 64: torch.int64}[bits])
+        return wide if fake.shape else wide.view(())
     return given.view(torch.uint8) if str(fake.element_type) == "Uint8" else given
 
 

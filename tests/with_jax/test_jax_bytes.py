@@ -128,6 +128,24 @@ def test_stochastic(name):
         assert_same(bsj.quantize(of_torch(x), name, axis, seed=7, pad=True), wanted)
 
 
+@pytest.mark.parametrize("dtype", ["int32", "uint32"])
+def test_traced_steps(dtype):
+    """One compiled function rounds otherwise in each step, as torch's side does; and parts of an
+    array as the whole."""
+    x = nasty(torch.float32, 64, 256)
+    quantize = jax.jit(lambda x, step: bsj.quantize(x, seed=bsj.Seed(5, step)))
+    of_part = jax.jit(lambda x, step: bsj.quantize(x, seed=bsj.Seed(5, step, (16, 32), (64, 256))))
+    for step in (0, 3, 2**31 - 1, -4 if dtype == "int32" else 2**32 - 1):
+        seed = bs.Seed(5, step)
+        wanted = bs.quantize(x, seed=seed)
+        counter = jnp.asarray(step, dtype)
+        assert_same(quantize(of_torch(x), counter), wanted)
+        part = x[16:48, 32:96]
+        wanted = bs.quantize(part, seed=bs.Seed(5, step, (16, 32), (64, 256)))
+        assert_same(of_part(of_torch(part.contiguous()), counter), wanted)
+    assert quantize._cache_size() == 1
+
+
 @pytest.mark.usefixtures("way")
 def test_k_major():
     x = nasty(torch.bfloat16, 64, 256)

@@ -39,6 +39,9 @@ QUANTIZED = [  # shape, dtype, and how
     ((2, 3, 96), "bfloat16", {"format": "mxfp8", "nonfinite": "te"}),
     ((2, 32, 24), "float32", {"format": "mxfp8", "axis": -2}),
     ((2, 32, 32), "float32", {"format": "nvfp4", "axis": -2}),
+    ((24, 96), "bfloat16", {"format": "mxfp8", "seed": 7}),
+    ((2, 32, 36), "float32", {"format": "mxfp4", "axis": -2, "seed": bsj.Seed(-3, step=-2)}),
+    ((16, 64), "bfloat16", {"format": "nvfp4", "seed": bsj.Seed(1, 2, (3, 5), (20, 71))}),
 ]
 
 

@@ -5,6 +5,7 @@
 >>> y = bsj.gemm(q, bsj.quantize(w, "mxfp8").mT)  # (M, K) @ (K, N)
 """
 
+from ..seed import Seed
 from .array import ScaledArray
 from .dot_general import dot_general, scaled_dot_general, scaled_matmul
 from .gather import all_gather, global_scale
@@ -15,6 +16,7 @@ from .quantize import dequantize, quantize, quantize_both
 
 __all__ = [
     "ScaledArray",
+    "Seed",
     "all_gather",
     "dequantize",
     "dot_general",

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from ..checks import check_axis, check_flag, choose
 from ..formats import FP8_BLOCK, NONFINITE, Format, get_format
 from ..layouts import get_layout
+from ..seed import Seed, numbers_of
 from .array import ScaledArray
 from .formulas import Asked
 
@@ -21,8 +22,10 @@ __all__ = [
     "check_quantize",
     "check_scaled",
     "formats_of",
+    "step_of",
 ]
 
+_WORD = 0xFFFFFFFF
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -36,7 +39,7 @@ class Request(NamedTuple):
     nonfinite: str
     pad: bool
     k_major: bool
-    seed: int | None
+    seed: int | Seed | None
 
 
 def check_quantize(x: Any, request: Request) -> Asked:
@@ -72,9 +75,30 @@ def check_quantize(x: Any, request: Request) -> Asked:
             f"layout: {stored.name!r} does not hold scales of {kind.name!r} with shape {x.shape}; "
             "choose 'compact', or flatten leading dimensions into the rows"
         )
-    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
-        raise TypeError(f"seed: got {seed!r}; expected an int, or None for nearest even")
-    return Asked(kind, axis, rounding, stored, nonfinite, k_major, seed)
+    if isinstance(seed, bool) or not isinstance(seed, int | Seed | None):
+        raise TypeError(f"seed: got {seed!r}; expected an int, a Seed, or None for nearest even")
+    numbers = None if seed is None else numbers_of(_as_seed(seed), x.shape)._replace(step=0)
+    return Asked(kind, axis, rounding, stored, nonfinite, k_major, numbers)
+
+
+def step_of(seed: int | Seed | None) -> jax.Array | None:
+    """The step of a seed, two words, the lower one first; None where nothing is rounded so."""
+    if seed is None:
+        return None
+    step = _as_seed(seed).step
+    if isinstance(step, int):
+        return jnp.asarray([step & _WORD, step >> 32 & _WORD], jnp.uint32)
+    low = jnp.asarray(step).astype(jnp.uint32)
+    high = (
+        jnp.asarray(step) >> 32
+        if step.dtype.itemsize == 8
+        else -(jnp.asarray(step) < 0).astype(jnp.int32)
+    )
+    return jnp.stack([low, high.astype(jnp.uint32)])
+
+
+def _as_seed(seed: int | Seed) -> Seed:
+    return seed if isinstance(seed, Seed) else Seed(seed)
 
 
 def check_scaled(name: str, q: Any) -> None:

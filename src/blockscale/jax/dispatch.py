@@ -25,30 +25,40 @@ __all__ = ["by_platform", "decoded", "encoded", "global_scale", "multiplied", "t
 
 
 def encoded(
-    x: jax.Array, scalar: jax.Array | None, *asked: Asked
+    x: jax.Array, scalar: jax.Array | None, step: jax.Array | None, *asked: Asked
 ) -> list[tuple[jax.Array, jax.Array]]:
     """As ``formulas.encoded``, for each of the axes that are ``asked`` for."""
     goal = target_of("quantize", partial(gpu_quantize.unsupported, scalar, asked))
-    return _encoded(x, scalar, asked, goal)
+    return _encoded(x, scalar, step, asked, goal)
 
 
-@partial(jax.jit, static_argnums=(2, 3))
+@partial(jax.jit, static_argnums=(3, 4))
 def _encoded(
-    x: jax.Array, scalar: jax.Array | None, asked: tuple[Asked, ...], goal: Target | None
+    x: jax.Array,
+    scalar: jax.Array | None,
+    step: jax.Array | None,
+    asked: tuple[Asked, ...],
+    goal: Target | None,
 ) -> list[tuple[jax.Array, jax.Array]]:
-    def by_formulas(x: jax.Array, scalar: jax.Array | None) -> list[tuple[jax.Array, jax.Array]]:
-        return [formulas.encoded(x, scalar, each) for each in asked]
+    def by_formulas(
+        x: jax.Array, scalar: jax.Array | None, step: jax.Array | None
+    ) -> list[tuple[jax.Array, jax.Array]]:
+        return [formulas.encoded(x, scalar, step, each) for each in asked]
 
-    def by_loops(x: jax.Array, scalar: jax.Array | None) -> list[tuple[jax.Array, jax.Array]]:
+    def by_loops(
+        x: jax.Array, scalar: jax.Array | None, step: None
+    ) -> list[tuple[jax.Array, jax.Array]]:
         return [_by_loops(x, scalar, each) for each in asked]
 
-    def by_kernels(x: jax.Array, scalar: jax.Array | None) -> list[tuple[jax.Array, jax.Array]]:
+    def by_kernels(
+        x: jax.Array, scalar: jax.Array | None, step: jax.Array | None
+    ) -> list[tuple[jax.Array, jax.Array]]:
         assert goal is not None
-        return gpu_quantize.encoded(x, scalar, asked, goal)
+        return gpu_quantize.encoded(x, scalar, step, asked, goal)
 
-    looped = asked[0].seed is None and _takes(asked[0].format, scalar)
+    looped = step is None and _takes(asked[0].format, scalar)
     ways = {"cpu": by_loops} if looped else {}
-    return by_platform(ways, goal, by_kernels, by_formulas)(x, scalar)
+    return by_platform(ways, goal, by_kernels, by_formulas)(x, scalar, step)
 
 
 def _by_loops(x: jax.Array, scalar: jax.Array | None, asked: Asked) -> tuple[jax.Array, jax.Array]:

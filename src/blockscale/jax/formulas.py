@@ -26,6 +26,7 @@ from ..rounding import (
     pack,
     unpack,
 )
+from ..seed import Numbers
 
 __all__ = [
     "Asked",
@@ -39,7 +40,11 @@ __all__ = [
 
 
 class Asked(NamedTuple):
-    """How an array is quantized."""
+    """How an array is quantized.
+
+    Attributes:
+        seed: elements are rounded stochastically so, in a step that is told beside.
+    """
 
     format: Format
     axis: int
@@ -47,7 +52,7 @@ class Asked(NamedTuple):
     layout: Layout
     nonfinite: str
     k_major: bool
-    seed: int | None
+    seed: Numbers | None
 
 
 class Stored(NamedTuple):
@@ -60,12 +65,17 @@ class Stored(NamedTuple):
     turned: tuple[bool, bool]
 
 
-@partial(jax.jit, static_argnums=2)
-def encoded(x: jax.Array, scalar: jax.Array | None, asked: Asked) -> tuple[jax.Array, jax.Array]:
-    """Data and scales of ``x``, as they are stored."""
+@partial(jax.jit, static_argnums=3)
+def encoded(
+    x: jax.Array, scalar: jax.Array | None, step: jax.Array | None, asked: Asked
+) -> tuple[jax.Array, jax.Array]:
+    """Data and scales of ``x``, as they are stored; ``step``: as of ``checks.step_of``."""
     format, axis = asked.format, asked.axis
     with jax.enable_x64(True):
-        noise = None if asked.seed is None else random_bits(asked.seed, x)
+        noise = None
+        if asked.seed is not None and step is not None:
+            low, high = step.astype(jnp.int64)
+            noise = random_bits(asked.seed._replace(step=low | high << 32), x)
         codes, scale = encode_blocks(
             _turn(x, axis == -2),
             format,

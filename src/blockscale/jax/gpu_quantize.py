@@ -19,15 +19,17 @@ __all__ = ["encoded", "global_scale", "unsupported"]
 
 def unsupported(scalar: jax.Array | None, asked: tuple[Asked, ...], target: Target) -> str:
     """Why kernels cannot quantize so; empty where they can."""
-    if asked[0].seed is not None:
-        return "seed: no kernel that JAX calls rounds stochastically"
     if scalar is not None and scalar.ndim:
         return "global_scale: no kernel takes one for each matrix"
     return why_not(_request(asked), target.gpu.arch)
 
 
 def encoded(
-    x: jax.Array, scalar: jax.Array | None, asked: tuple[Asked, ...], target: Target
+    x: jax.Array,
+    scalar: jax.Array | None,
+    step: jax.Array | None,
+    asked: tuple[Asked, ...],
+    target: Target,
 ) -> list[tuple[jax.Array, jax.Array]]:
     """Data and scales of ``x`` (..., M, K) along each of the axes that are ``asked`` for, as
     ``formulas.encoded`` gives them, from one read of ``x``."""
@@ -52,7 +54,9 @@ def encoded(
             jax.ShapeDtypeStruct(shapes[axis].lines, format.element.numpy_dtype),
             jax.ShapeDtypeStruct(shapes[axis].flat, dtype),
         ]
-    parts = iter(target.launch(config, (matrix,), tuple(written), scalar, None, None, None))
+    numbers = asked[0].seed
+    noise = None if numbers is None else (step, numbers.value, *numbers[2:])
+    parts = iter(target.launch(config, (matrix,), tuple(written), scalar, None, None, noise))
     made = {axis: (next(parts), next(parts)) for axis in sorted(found, reverse=True)}
     return [_shaped(x, made[each.axis], shapes[each.axis].scale, format) for each in asked]
 
@@ -77,14 +81,18 @@ def _request(asked: tuple[Asked, ...]) -> Request:
         first.scale_rounding,
         first.nonfinite,
         k_major=first.k_major,
+        stochastic=first.seed is not None,
+        fours=first.seed is None or not any(n % 4 for n in first.seed[2:]),
     )
 
 
 def _as_matrices(x: jax.Array, request: Request) -> tuple[jax.Array, bool]:
-    """One matrix, or a batch of them where blocks must not reach from one into the next."""
+    """One matrix, or a batch of them where blocks must not reach from one into the next, or
+    matrices have numbers."""
     if x.ndim == 2:
         return x, False
-    if -2 in request.axes or x.shape[-2] % request.fmt.block[0]:
+    alone = -2 in request.axes or request.stochastic
+    if alone or x.shape[-2] % request.fmt.block[0]:
         return x.reshape(-1, *x.shape[-2:]), True
     return x.reshape(-1, x.shape[-1]), False
 

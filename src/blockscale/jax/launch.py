@@ -198,7 +198,7 @@ def _tensor(fake: Any, tensor: Any, shape: Sequence[int]) -> Any:
 
     ratio = fake.element_type.width // tensor.element_type.width
     if ratio > 1:
-        shape = *shape[:-1], shape[-1] // ratio
+        shape = (*shape[:-1], shape[-1] // ratio)[: len(fake.shape)]
     strides = [1]
     for size in shape[:0:-1]:
         strides.insert(0, strides[0] * size)

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..formats import Format
+from ..seed import Seed
 from .array import ScaledArray
-from .checks import Request, check_quantize, check_scaled
+from .checks import Request, check_quantize, check_scaled, step_of
 from .dispatch import encoded
 from .dispatch import global_scale as default_global_scale
 from .formulas import Asked
@@ -28,7 +29,7 @@ def quantize(
     nonfinite: str = "propagate",
     global_scale: jax.Array | float | None = None,
     pad: bool = False,
-    seed: int | None = None,
+    seed: int | Seed | None = None,
     k_major: bool = False,
 ) -> ScaledArray:
     """Quantize ``x`` (..., M, K) in blocks along ``axis``: the bytes of torch's side.
@@ -48,7 +49,8 @@ def quantize(
         global_scale: fp32 multiplier that dequantizes, of NVFP4; default ``amax(x) / (448 * 6)``.
             Or ``x.shape[:-2]``, one for each matrix. Not looked at: positive and finite.
         pad: allow a contraction that is no multiple of the block.
-        seed: round elements stochastically, by the bits that this seed has everywhere.
+        seed: round elements stochastically, by the bits that this seed has everywhere. Of a
+            :class:`blockscale.Seed`, the step may be an integer array (), which may be traced.
         k_major: store 8-bit columns with the contraction contiguous.
 
     Raises TypeError or ValueError, with the remedy, when it is traced. There is no gradient:
@@ -58,7 +60,8 @@ def quantize(
     request = Request(format, axis, scale_rounding, layout, nonfinite, pad, k_major, seed)
     asked = check_quantize(x, request)
     x = jax.lax.stop_gradient(x)
-    (quantized,) = _quantized(x, _global_scale(x, asked.format, global_scale), asked)
+    scalar = _global_scale(x, asked.format, global_scale)
+    (quantized,) = _quantized(x, scalar, step_of(seed), asked)
     return quantized
 
 
@@ -70,7 +73,7 @@ def quantize_both(
     nonfinite: str = "propagate",
     global_scale: jax.Array | float | None = None,
     pad: bool = False,
-    seed: int | None = None,
+    seed: int | Seed | None = None,
     k_major: bool = False,
 ) -> tuple[ScaledArray, ScaledArray]:
     """``x`` (..., M, K) quantized along rows (axis -1) and along columns (axis -2), both from high
@@ -85,7 +88,7 @@ def quantize_both(
     both = [check_quantize(x, Request(format, axis, *how)) for axis in (-1, -2)]
     x = jax.lax.stop_gradient(x)
     scalar = _global_scale(x, both[0].format, global_scale)
-    rows, columns = _quantized(x, scalar, *both)
+    rows, columns = _quantized(x, scalar, step_of(seed), *both)
     return rows, columns
 
 
@@ -123,8 +126,10 @@ def _global_scale(
     return jax.lax.stop_gradient(scalar)
 
 
-def _quantized(x: jax.Array, scalar: jax.Array | None, *asked: Asked) -> list[ScaledArray]:
-    parts = encoded(x, scalar, *asked)
+def _quantized(
+    x: jax.Array, scalar: jax.Array | None, step: jax.Array | None, *asked: Asked
+) -> list[ScaledArray]:
+    parts = encoded(x, scalar, step, *asked)
     return [_wrapped(x, scalar, *pair, each) for pair, each in zip(parts, asked, strict=True)]
 
 
