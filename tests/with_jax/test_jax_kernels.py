@@ -3,6 +3,8 @@ that are not here."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
 from functools import partial
 
@@ -24,6 +26,8 @@ import blockscale as bs
 import blockscale.jax as bsj
 from blockscale.jax import launch
 from stand_in import emulated as emulated_torch
+
+pytestmark = pytest.mark.kernels
 
 ARCHS = ("sm_90a", "sm_100a")
 QUANTIZED = [  # shape, dtype, and how
@@ -289,3 +293,47 @@ def test_unknown_architectures(monkeypatch):
     launch._named.cache_clear()
     with pytest.warns(bs.FallbackWarning, match="Choose sm_90a; XLA computes it"):
         bsj.quantize(jnp.ones((32, 64)))
+
+
+SAME_CODE = """
+import os, re, sys
+from pathlib import Path
+
+ours, torchs = map(Path, sys.argv[1:])
+os.environ.update(CUTE_DSL_ARCH="sm_90a", CUTE_DSL_KEEP_PTX="1", CUTE_DSL_DUMP_DIR=str(ours))
+import cutlass.jax, jax, jax.export, jax.numpy as jnp
+import blockscale.jax as bsj
+from blockscale.emulator.host.hostcode import settings
+from blockscale.jax import launch
+from blockscale.kernels.common.builders import build_kernel
+
+configs, describe = [], launch.describe_kernel
+launch.describe_kernel = lambda config: (configs.append(config), describe(config))[1]
+jax.export.export(
+    jax.jit(lambda x, w: bsj.gemm(bsj.quantize(x, "nvfp4"), bsj.quantize(w, "nvfp4").mT)),
+    platforms=["cuda"], disabled_checks=cutlass.jax.get_export_disabled_safety_checks(),
+)(*[jax.ShapeDtypeStruct((n, 256), jnp.bfloat16) for n in (200, 128)])
+
+def codes(folder):
+    # names of kernels tell how they were described
+    return {re.sub(r"kernel_cutlass\\w*", "kernel", each.read_text()) for each in folder.glob("*.ptx")}
+
+expected = set()
+for config in dict.fromkeys(configs):
+    settings().dump_dir = str(torchs / str(len(expected)))
+    os.mkdir(settings().dump_dir)
+    build_kernel(config)
+    expected |= codes(Path(settings().dump_dir))
+assert len(expected) >= 4, len(expected)
+assert codes(ours) == expected
+"""
+
+
+def test_same_code(tmp_path):
+    """What JAX runs is what torch runs: the PTX of each kernel, line by line."""
+    folders = [tmp_path / "ours", tmp_path / "torchs"]
+    for each in folders:
+        each.mkdir()
+    command = [sys.executable, "-c", SAME_CODE, *map(str, folders)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
