@@ -316,7 +316,8 @@ jax.export.export(
 
 def codes(folder):
     # names of kernels tell how they were described
-    return {re.sub(r"kernel_cutlass\\w*", "kernel", each.read_text()) for each in folder.glob("*.ptx")}
+    texts = [each.read_text() for each in folder.glob("*.ptx")]
+    return {re.sub(r"kernel_cutlass\\w*", "kernel", text) for text in texts}
 
 expected = set()
 for config in dict.fromkeys(configs):
