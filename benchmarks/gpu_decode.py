@@ -95,15 +95,13 @@ def main(
                 milliseconds, kernels = pipe.recv()
                 row = rows.setdefault((served, each), {"rounds": [], "kernels": kernels})
                 row["rounds"].append(milliseconds)
-        write(out, rows, failed, device)
+        write(out, rows, failed, device)  # after each round: a later one may not end
     for served, process, pipe in workers:
         if served in failed:
             process.kill()
         else:
             pipe.send(None)
         process.join()
-    for each in json.loads(out.read_text())["rows"]:
-        print({name: value for name, value in each.items() if name != "kernels"}, flush=True)
 
 
 def write(
@@ -119,6 +117,7 @@ def write(
         del described["batches"]
         described["milliseconds"] = per_step
         described["tokens_per_second"] = round(1e3 * batch / per_step, 1)
+        print(described, flush=True)
         found.append({**described, **row})
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     gpu = torch.cuda.get_device_name() if device == "cuda" else device
