@@ -17,6 +17,8 @@ __all__ = ["Numbers", "Seed", "for_op", "numbers_of"]
 
 
 _LIMIT = 2**63
+_JAX_STEPS = ("int32", "uint32", "int64")
+_OR_COUNTER = ", or an int64 tensor of no dimensions (with JAX, an int32, uint32 or int64 array)"
 
 
 class Numbers(NamedTuple):
@@ -28,6 +30,12 @@ class Numbers(NamedTuple):
     first: int
     row: int
     matrix: int
+
+    @property
+    def fours(self) -> bool:
+        """Whether four elements that follow each other, from a multiple of four on, share a call of
+        Philox."""
+        return not any(n % 4 for n in (self.first, self.row, self.matrix))
 
 
 @dataclass(frozen=True)
@@ -45,7 +53,7 @@ class Seed:
         value: 64 bits; a number of its own for each tensor that is rounded in a step.
         step: 64 bits; another one rounds otherwise. ``Seed(7)`` is ``seed=7``. Or an int64 tensor
             () on the device of what is rounded, which is read there when that happens: a replay of
-            a CUDA graph reads what is in it by then. With JAX, an integer array ().
+            a CUDA graph reads what is in it by then. With JAX, an int32, uint32 or int64 array ().
         origin, shape: of a part: the index of its first element in the whole tensor, and the shape
             of that. A part of a batch may begin and end anywhere along the first dimension, and
             along the last two.
@@ -65,7 +73,7 @@ class Seed:
             given = getattr(self, name)
             number = type(given) is int and -_LIMIT <= given < _LIMIT
             if not number and not (name == "step" and _is_counter(given)):
-                other = ", or an int64 tensor of no dimensions" if name == "step" else ""
+                other = _OR_COUNTER if name == "step" else ""
                 raise ValueError(f"seed: has {name}={given!r}; expected a 64-bit int{other}")
         object.__setattr__(self, "origin", tuple(self.origin))
         object.__setattr__(self, "shape", tuple(self.shape))
@@ -100,7 +108,7 @@ def _is_counter(step: Any) -> bool:
     """Whether it is a tensor that has a step, or an array of JAX."""
     jax, dtype = sys.modules.get("jax"), str(getattr(step, "dtype", ""))
     known = dtype == "torch.int64" or (
-        jax is not None and isinstance(step, jax.Array) and dtype in ("int32", "uint32", "int64")
+        jax is not None and isinstance(step, jax.Array) and dtype in _JAX_STEPS
     )
     return known and not len(step.shape)
 

@@ -11,11 +11,10 @@ import jax.numpy as jnp
 from ..dtypes import FLOAT32
 from ..formats import Format, formats
 from .dispatch import decoded
-from .formulas import Stored
+from .formulas import FLOATS, Stored
 
 __all__ = ["ScaledArray"]
 
-_FLOATS = ("bfloat16", "float16", "float32")
 _STATIC = {"static": True}  # a part of the pytree's structure
 
 
@@ -88,7 +87,7 @@ class ScaledArray:
         ``dtype``, by default that of what was quantized."""
         how = Stored(self.kind, self.axis, self.layout, self.shape, self.turned)
         rounded = jnp.dtype(self.dtype if dtype is None else dtype)
-        exact = rounded if rounded.name in _FLOATS else FLOAT32
+        exact = rounded if rounded.name in FLOATS else FLOAT32
         return decoded(self.data, self.scale, self.global_scale, how, exact).astype(rounded)
 
     def __repr__(self) -> str:

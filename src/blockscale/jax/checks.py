@@ -12,7 +12,8 @@ from ..formats import FP8_BLOCK, NONFINITE, Format, get_format
 from ..layouts import get_layout
 from ..seed import Seed, numbers_of
 from .array import ScaledArray
-from .formulas import Asked
+from .formulas import FLOATS, Asked
+from .seeds import as_seed
 
 __all__ = [
     "Formats",
@@ -22,11 +23,7 @@ __all__ = [
     "check_quantize",
     "check_scaled",
     "formats_of",
-    "step_of",
 ]
-
-_WORD = 0xFFFFFFFF
-_DTYPES = ("float32", "bfloat16", "float16")
 
 
 class Request(NamedTuple):
@@ -59,8 +56,8 @@ def check_quantize(x: Any, request: Request) -> Asked:
         )
     if not isinstance(x, jax.Array):
         raise TypeError(f"x: got {type(x).__name__}; expected a jax.Array: pass jnp.asarray(x)")
-    if x.dtype.name not in _DTYPES:
-        raise TypeError(f"x: got {x.dtype}; expected one of {', '.join(_DTYPES)}: cast it first")
+    if x.dtype.name not in FLOATS:
+        raise TypeError(f"x: got {x.dtype}; expected one of {', '.join(FLOATS)}: cast it first")
     if x.ndim < 2 or 0 in x.shape:
         raise ValueError(
             f"x: has shape {x.shape}; expected a matrix, or a batch, that is not empty"
@@ -77,28 +74,8 @@ def check_quantize(x: Any, request: Request) -> Asked:
         )
     if isinstance(seed, bool) or not isinstance(seed, int | Seed | None):
         raise TypeError(f"seed: got {seed!r}; expected an int, a Seed, or None for nearest even")
-    numbers = None if seed is None else numbers_of(_as_seed(seed), x.shape)._replace(step=0)
+    numbers = None if seed is None else numbers_of(as_seed(seed), x.shape)._replace(step=0)
     return Asked(kind, axis, rounding, stored, nonfinite, k_major, numbers)
-
-
-def step_of(seed: int | Seed | None) -> jax.Array | None:
-    """The step of a seed, two words, the lower one first; None where nothing is rounded so."""
-    if seed is None:
-        return None
-    step = _as_seed(seed).step
-    if isinstance(step, int):
-        return jnp.asarray([step & _WORD, step >> 32 & _WORD], jnp.uint32)
-    low = jnp.asarray(step).astype(jnp.uint32)
-    high = (
-        jnp.asarray(step) >> 32
-        if step.dtype.itemsize == 8
-        else -(jnp.asarray(step) < 0).astype(jnp.int32)
-    )
-    return jnp.stack([low, high.astype(jnp.uint32)])
-
-
-def _as_seed(seed: int | Seed) -> Seed:
-    return seed if isinstance(seed, Seed) else Seed(seed)
 
 
 def check_scaled(name: str, q: Any) -> None:
@@ -136,8 +113,8 @@ def check_product(a: Any, b: Any, batched: int = 0) -> None:
 def check_out_dtype(dtype: Any) -> Any:
     """bfloat16 of None. ValueError unless it is a float that products are rounded to."""
     found = jnp.dtype(jnp.bfloat16 if dtype is None else dtype)
-    if found.name not in _DTYPES:
-        raise ValueError(f"out_dtype: got {found}; expected one of {', '.join(_DTYPES)}")
+    if found.name not in FLOATS:
+        raise ValueError(f"out_dtype: got {found}; expected one of {', '.join(FLOATS)}")
     return found
 
 

@@ -14,10 +14,11 @@ from jax.custom_batching import sequential_vmap
 from ..formats import Format
 from ..kernels.cpu import xla as loops
 from ..layouts import get_layout
+from ..layouts.base import as_bytes
 from ..layouts.scales import swizzle_scale, unswizzle_scale
 from . import formulas, gpu_dequantize, gpu_quantize
 from .formulas import Asked, Stored
-from .launch import Target, fall_back, target
+from .launch import Target, current_target, fall_back
 
 T = TypeVar("T")
 
@@ -28,8 +29,8 @@ def encoded(
     x: jax.Array, scalar: jax.Array | None, step: jax.Array | None, *asked: Asked
 ) -> list[tuple[jax.Array, jax.Array]]:
     """As ``formulas.encoded``, for each of the axes that are ``asked`` for."""
-    goal = target_of("quantize", partial(gpu_quantize.unsupported, scalar, asked))
-    return _encoded(x, scalar, step, asked, goal)
+    target = target_of("quantize", partial(gpu_quantize.unsupported, scalar, asked))
+    return _encoded(x, scalar, step, asked, target)
 
 
 @partial(jax.jit, static_argnums=(3, 4))
@@ -38,7 +39,7 @@ def _encoded(
     scalar: jax.Array | None,
     step: jax.Array | None,
     asked: tuple[Asked, ...],
-    goal: Target | None,
+    target: Target | None,
 ) -> list[tuple[jax.Array, jax.Array]]:
     def by_formulas(
         x: jax.Array, scalar: jax.Array | None, step: jax.Array | None
@@ -51,14 +52,13 @@ def _encoded(
         return [_by_loops(x, scalar, each) for each in asked]
 
     def by_kernels(
-        x: jax.Array, scalar: jax.Array | None, step: jax.Array | None
+        target: Target, x: jax.Array, scalar: jax.Array | None, step: jax.Array | None
     ) -> list[tuple[jax.Array, jax.Array]]:
-        assert goal is not None
-        return gpu_quantize.encoded(x, scalar, step, asked, goal)
+        return gpu_quantize.encoded(x, scalar, step, asked, target)
 
     looped = step is None and _takes(asked[0].format, scalar)
     ways = {"cpu": by_loops} if looped else {}
-    return by_platform(ways, goal, by_kernels, by_formulas)(x, scalar, step)
+    return by_platform(ways, target, by_kernels, by_formulas)(x, scalar, step)
 
 
 def _by_loops(x: jax.Array, scalar: jax.Array | None, asked: Asked) -> tuple[jax.Array, jax.Array]:
@@ -79,8 +79,8 @@ def decoded(
 ) -> jax.Array:
     """As ``formulas.decoded``, rounded once to ``dtype``; what lies turned is turned by who reads
     it."""
-    goal = target_of("dequantize", lambda goal: gpu_dequantize.unsupported(scalar, stored))
-    return _decoded(data, scale, scalar, stored, dtype, goal)
+    target = target_of("dequantize", lambda target: gpu_dequantize.unsupported(scalar, stored))
+    return _decoded(data, scale, scalar, stored, dtype, target)
 
 
 @partial(jax.jit, static_argnums=(3, 4, 5))
@@ -90,7 +90,7 @@ def _decoded(
     scalar: jax.Array | None,
     stored: Stored,
     dtype: np.dtype,
-    goal: Target | None,
+    target: Target | None,
 ) -> jax.Array:
     def by_formulas(data: jax.Array, scale: jax.Array, scalar: jax.Array | None) -> jax.Array:
         return formulas.decoded(data, scale, scalar, stored).astype(dtype)
@@ -105,34 +105,34 @@ def _decoded(
         if turned != stored.turned[1]:
             scale = jnp.swapaxes(scale, -1, -2)
         values = loops.dequantize(
-            _octets(data), _octets(scale), format, shape=shape, axis=axis, global_scale=scalar
+            as_bytes(data), as_bytes(scale), format, shape=shape, axis=axis, global_scale=scalar
         )
         return (jnp.swapaxes(values, -1, -2) if turned else values).astype(dtype)
 
-    def by_kernels(data: jax.Array, scale: jax.Array, scalar: jax.Array | None) -> jax.Array:
-        assert goal is not None
-        return gpu_dequantize.decoded(data, scale, scalar, stored, dtype, goal)
+    def by_kernels(
+        target: Target, data: jax.Array, scale: jax.Array, scalar: jax.Array | None
+    ) -> jax.Array:
+        return gpu_dequantize.decoded(data, scale, scalar, stored, dtype, target)
 
     ways = {"cpu": by_loops} if _takes(stored.format, scalar) else {}
-    return by_platform(ways, goal, by_kernels, by_formulas)(data, scale, scalar)
+    return by_platform(ways, target, by_kernels, by_formulas)(data, scale, scalar)
 
 
 def global_scale(x: jax.Array, format: Format) -> jax.Array:
     """The global scale of all of ``x``."""
-    return _global_scale(x, format, target())
+    return _global_scale(x, format, current_target())
 
 
 @partial(jax.jit, static_argnums=(1, 2))
-def _global_scale(x: jax.Array, format: Format, goal: Target | None) -> jax.Array:
+def _global_scale(x: jax.Array, format: Format, target: Target | None) -> jax.Array:
     def by_formulas(x: jax.Array) -> jax.Array:
         return formulas.default_global_scale(formulas.largest_finite(x), format)
 
-    def by_kernels(x: jax.Array) -> jax.Array:
-        assert goal is not None
-        return gpu_quantize.global_scale(x, format, goal)
+    def by_kernels(target: Target, x: jax.Array) -> jax.Array:
+        return gpu_quantize.global_scale(x, format, target)
 
     by_loops = partial(loops.global_scale, format=format)
-    return by_platform({"cpu": by_loops}, goal, by_kernels, by_formulas)(x)
+    return by_platform({"cpu": by_loops}, target, by_kernels, by_formulas)(x)
 
 
 def multiplied(
@@ -149,38 +149,34 @@ def multiplied(
     def by_loops(
         x: jax.Array, data: jax.Array, scale: jax.Array, scalar: jax.Array | None
     ) -> jax.Array:
-        return loops.multiply(x, _octets(data), _octets(scale), format, global_scale=scalar)
+        return loops.multiply(x, as_bytes(data), as_bytes(scale), format, global_scale=scalar)
 
     return jax.lax.platform_dependent(x, data, scale, scalar, cpu=by_loops, default=by_values)
 
 
 def target_of(operation: str, why_not: Callable[[Target], str]) -> Target | None:
     """Where kernels run, if they can do this; that they cannot is said once."""
-    goal = target()
-    reason = "" if goal is None else why_not(goal)
+    target = current_target()
+    reason = "" if target is None else why_not(target)
     if reason:
         fall_back(operation, reason)
         return None
-    return goal
+    return target
 
 
 def by_platform(
     ways: dict[str, Callable[..., T]],
-    goal: Target | None,
+    target: Target | None,
     by_kernels: Callable[..., T],
     default: Callable[..., T],
 ) -> Callable[..., T]:
     """What runs on the platform that it is compiled for; ``vmap`` has kernels one after the
     other."""
-    if goal is not None:
-        ways = {**ways, goal.platform: sequential_vmap(by_kernels)}
+    if target is not None:
+        ways = {**ways, target.platform: sequential_vmap(partial(by_kernels, target))}
     return lambda *given: jax.lax.platform_dependent(*given, default=default, **ways)
 
 
 def _takes(format: Format, scalar: jax.Array | None) -> bool:
     """Whether the loops do; of global scales they take one."""
     return loops.supported(format) and (scalar is None or scalar.ndim == 0)
-
-
-def _octets(x: jax.Array) -> jax.Array:
-    return x.view(jnp.uint8) if x.dtype.itemsize == 1 else x

@@ -29,6 +29,7 @@ from ..rounding import (
 from ..seed import Numbers
 
 __all__ = [
+    "FLOATS",
     "Asked",
     "Stored",
     "decoded",
@@ -37,6 +38,9 @@ __all__ = [
     "largest_finite",
     "times",
 ]
+
+#: Names of dtypes that are quantized, and that results are rounded to.
+FLOATS = ("float32", "bfloat16", "float16")
 
 
 class Asked(NamedTuple):
@@ -69,7 +73,7 @@ class Stored(NamedTuple):
 def encoded(
     x: jax.Array, scalar: jax.Array | None, step: jax.Array | None, asked: Asked
 ) -> tuple[jax.Array, jax.Array]:
-    """Data and scales of ``x``, as they are stored; ``step``: as of ``checks.step_of``."""
+    """Data and scales of ``x``, as they are stored; ``step``: as of ``seeds.step_words``."""
     format, axis = asked.format, asked.axis
     with jax.enable_x64(True):
         noise = None

@@ -14,6 +14,7 @@ from . import gpu_gemm
 from .array import ScaledArray
 from .checks import check_out_dtype, check_product
 from .dispatch import by_platform, multiplied, target_of
+from .launch import Target
 from .quantize import dequantize
 
 __all__ = ["gemm", "grouped_gemm"]
@@ -40,7 +41,7 @@ def gemm(
     out = check_out_dtype(out_dtype)
     if bias is not None and jnp.shape(bias) != b.shape[-1:]:
         raise ValueError(f"bias: has shape {jnp.shape(bias)}; expected {b.shape[-1:]}")
-    goal = target_of("gemm", partial(gpu_gemm.unsupported, a, b, out))
+    target = target_of("gemm", partial(gpu_gemm.unsupported, a, b, out))
 
     def by_values(a: ScaledArray | jax.Array, b: ScaledArray, bias: jax.Array | None) -> jax.Array:
         acc = _product(a, b)
@@ -48,15 +49,19 @@ def gemm(
             acc = acc + bias.astype(jnp.float32)
         return acc.astype(out)
 
-    def by_kernels(a: ScaledArray | jax.Array, b: ScaledArray, bias: jax.Array | None) -> jax.Array:
-        assert goal is not None
-        return gpu_gemm.multiplied(a, b, bias, out, goal)
+    def by_kernels(
+        target: Target, a: ScaledArray | jax.Array, b: ScaledArray, bias: jax.Array | None
+    ) -> jax.Array:
+        return gpu_gemm.multiplied(a, b, bias, out, target)
 
     given = None if bias is None else jnp.asarray(bias)
-    if goal is None or a.ndim == 2:
-        return by_platform({}, goal, by_kernels, by_values)(a, b, given)
+    if target is None or a.ndim == 2:
+        return by_platform({}, target, by_kernels, by_values)(a, b, given)
     product = by_platform(
-        {}, goal, lambda a, b: by_kernels(a, b, given), lambda a, b: by_values(a, b, given)
+        {},
+        target,
+        lambda target, a, b: by_kernels(target, a, b, given),
+        lambda a, b: by_values(a, b, given),
     )
     for _ in a.shape[:-2]:
         product = jax.vmap(product)
@@ -102,17 +107,18 @@ def grouped_gemm(
             "of each group"
         )
     out = check_out_dtype(out_dtype)
-    goal = target_of("grouped_gemm", partial(gpu_gemm.unsupported, a, b, out, groups=b.shape[0]))
+    target = target_of("grouped_gemm", partial(gpu_gemm.unsupported, a, b, out, groups=b.shape[0]))
 
     def by_values(a: ScaledArray | jax.Array, b: ScaledArray, offsets: jax.Array) -> jax.Array:
         sizes, exact = jnp.diff(offsets, prepend=0), jax.lax.Precision.HIGHEST
         return jax.lax.ragged_dot(_values(a), _values(b), sizes, precision=exact).astype(out)
 
-    def by_kernels(a: ScaledArray | jax.Array, b: ScaledArray, offsets: jax.Array) -> jax.Array:
-        assert goal is not None
-        return gpu_gemm.grouped(a, b, offsets, out, goal)
+    def by_kernels(
+        target: Target, a: ScaledArray | jax.Array, b: ScaledArray, offsets: jax.Array
+    ) -> jax.Array:
+        return gpu_gemm.grouped(a, b, offsets, out, target)
 
-    return by_platform({}, goal, by_kernels, by_values)(a, b, offsets)
+    return by_platform({}, target, by_kernels, by_values)(a, b, offsets)
 
 
 def _is_whole(b: ScaledArray) -> bool:

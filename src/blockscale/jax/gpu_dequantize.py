@@ -9,6 +9,7 @@ import numpy as np
 
 from ..kernels.quantizers.dequantize_config import DequantizeRequest, choose_dequantize
 from ..kernels.quantizers.dequantize_views import View, as_matrices
+from ..layouts.base import as_bytes
 from .formulas import Stored
 from .launch import Target
 
@@ -51,17 +52,13 @@ def decoded(
     config = choose_dequantize(request, (read, found, views[2]), (0, 0, 0), target.gpu)
     (out,) = target.launch(
         config,
-        _octets(data).reshape(read[0]),
-        _octets(scale).reshape(found[0]),
+        as_bytes(data).reshape(read[0]),
+        as_bytes(scale).reshape(found[0]),
         jax.ShapeDtypeStruct(written, np.dtype(dtype)),
         scalar,
     )
     out = out.reshape(shape)
     return out.swapaxes(-1, -2) if turned[0] else out
-
-
-def _octets(x: jax.Array) -> jax.Array:
-    return x.view(np.uint8) if x.dtype.itemsize == 1 else x
 
 
 def _view(x: jax.Array) -> View:

@@ -18,6 +18,7 @@ from ..kernels.sm90.mixed_choice import MixedKernels, choose_kernels, widens
 from ..kernels.sm90.mixed_config import BF16, BLOCK_K, SUPERGROUP
 from ..kernels.sm100 import config as sm100_config
 from ..layouts import TILE_ROWS, Grouped, get_layout
+from ..layouts.base import as_bytes
 from ..layouts.scales import unswizzle_scale
 from . import gpu_dequantize
 from .array import ScaledArray
@@ -57,8 +58,7 @@ class Operand(NamedTuple):
             data = data.swapaxes(-1, -2)
         if x.layout == "compact" and x.turned[1] != (axis == -2):
             scale = scale.swapaxes(-1, -2)
-        octets = data.view(np.uint8)
-        return cls(octets, _octets(scale), x.global_scale, x.kind, x.layout)
+        return cls(as_bytes(data), as_bytes(scale), x.global_scale, x.kind, x.layout)
 
     @property
     def name(self) -> str | None:
@@ -78,7 +78,7 @@ class Operand(NamedTuple):
             return self.scale
         shape = -(-self.data.shape[-2] // self.format.block[0]), -(-self.k // self.format.block[1])
         layout, dtype = get_layout(self.layout), self.format.scale.numpy_dtype
-        return _octets(unswizzle_scale(self.scale, -1, layout, shape, dtype, None))
+        return as_bytes(unswizzle_scale(self.scale, -1, layout, shape, dtype, None))
 
     def by_rows(self) -> jax.Array:
         """fp32 scales of each row, in layout "sm90"."""
@@ -109,8 +109,9 @@ def unsupported(
         if left.name is None:
             return "a: no kernel multiplies bf16 by quantized weights on Blackwell"
         reason = sm100_config.why_not(left.name, right.name or "", out, arch)
-        many = groups > sm100_config.MOST_GROUPS
-        return reason or ("offsets: too many groups" if many else "")
+        if not reason and groups > sm100_config.MOST_GROUPS:
+            return f"offsets: {groups} groups; kernels take {sm100_config.MOST_GROUPS} at most"
+        return reason
     if right.name in fp8_config.FORMATS:
         if groups and names != ("fp8_1x128", "fp8_128x128"):
             return f"a, b: grouped, no kernel multiplies {left.name} by {right.name}"
@@ -185,7 +186,7 @@ def grouped(
     scale = right.compact().reshape(groups * n, -1)
     chosen = choose_kernels(
         (m, n, right.k), (left.name, below.name or ""), epilogue,
-        scales_apart=_apart(scale), groups=groups, gpu=gpu,
+        scales_apart=scale.shape[-1], groups=groups, gpu=gpu,
     )  # fmt: skip
     told = offsets, SUPERGROUP, gpu.multiprocessors
     return _by_widened(chosen, left, below._replace(scale=scale), (*ends, *told), target)
@@ -216,7 +217,7 @@ def _widened(
         return target.launch(config, *values, *ends, None, None, gpu.multiprocessors)[0]
     scale = b.compact()
     chosen = choose_kernels(
-        shape, (a.name, b.name or ""), epilogue, scales_apart=_apart(scale), gpu=gpu
+        shape, (a.name, b.name or ""), epilogue, scales_apart=scale.shape[-1], gpu=gpu
     )
     told = (gpu.multiprocessors,) if chosen.decodes else (None, None, gpu.multiprocessors)
     return _by_widened(chosen, a, b._replace(scale=scale), (*ends, *told), target)
@@ -295,7 +296,7 @@ def _tiles(x: Operand) -> jax.Array:
 
 def _down(tiles: jax.Array, count: int) -> jax.Array:
     """So many rows of tiles, as bytes."""
-    return _octets(tiles).reshape(count, -1)
+    return as_bytes(tiles).reshape(count, -1)
 
 
 # --- both -----------------------------------------------------------------------------------------
@@ -306,14 +307,6 @@ def _alpha(a: Operand, b: Operand) -> tuple[Any, tuple[int, ...]]:
     found = [x.scalar for x in (a, b) if x.scalar is not None]
     alpha = None if not found else found[0] if len(found) == 1 else tuple(found)
     return alpha, tuple(each.ndim for each in found)
-
-
-def _apart(scale: jax.Array) -> int:
-    return scale.shape[-1]
-
-
-def _octets(x: jax.Array) -> jax.Array:
-    return x.view(np.uint8) if x.dtype.itemsize == 1 else x
 
 
 def _padded(x: jax.Array, k: int) -> jax.Array:

@@ -8,7 +8,7 @@ import jax
 
 from ..dtypes import FLOAT32, INT32, UINT8
 from ..formats import Format
-from ..kernels.quantizers.config import Config, Request, choose_config
+from ..kernels.quantizers.config import AmaxConfig, Config, Request, choose_config
 from ..kernels.quantizers.output_shapes import output_shapes
 from ..kernels.quantizers.refusals import why_not
 from .formulas import Asked
@@ -66,9 +66,9 @@ def global_scale(x: jax.Array, format: Format, target: Target) -> jax.Array:
     request = Request(format.name, axes=(), layouts=())
     matrix = x.reshape(-1, x.shape[-1])
     config = _choose(matrix, request, target)
-    rows, columns = matrix.shape
-    tiles = -(-rows // config.tile_rows) * -(-columns // config.tile_columns)
-    partials, scalar = jax.ShapeDtypeStruct((tiles,), INT32), jax.ShapeDtypeStruct((), FLOAT32)
+    assert isinstance(config, AmaxConfig)
+    words = (config.partials(*matrix.shape),)
+    partials, scalar = jax.ShapeDtypeStruct(words, INT32), jax.ShapeDtypeStruct((), FLOAT32)
     return target.launch(config, (matrix,), partials, scalar, None, None)[1]
 
 
@@ -82,19 +82,14 @@ def _request(asked: tuple[Asked, ...]) -> Request:
         first.nonfinite,
         k_major=first.k_major,
         stochastic=first.seed is not None,
-        fours=first.seed is None or not any(n % 4 for n in first.seed[2:]),
+        fours=first.seed is None or first.seed.fours,
     )
 
 
 def _as_matrices(x: jax.Array, request: Request) -> tuple[jax.Array, bool]:
-    """One matrix, or a batch of them where blocks must not reach from one into the next, or
-    matrices have numbers."""
-    if x.ndim == 2:
-        return x, False
-    alone = -2 in request.axes or request.stochastic
-    if alone or x.shape[-2] % request.fmt.block[0]:
-        return x.reshape(-1, *x.shape[-2:]), True
-    return x.reshape(-1, x.shape[-1]), False
+    """A batch of matrices if the kernel takes it so, else one; and which it is."""
+    batched = request.is_batch(x.shape)
+    return x.reshape(-1, *x.shape[-2:] if batched else x.shape[-1:]), batched
 
 
 def _choose(matrix: jax.Array, request: Request, target: Target) -> Config:

@@ -16,9 +16,9 @@ import jax
 
 from ..fallback import FallbackWarning
 from ..kernels.common.builders import describe_kernel
-from ..kernels.common.gpu import GPUS, Gpu, no_kernels
+from ..kernels.common.gpu import GPUS, Gpu, arch_of, dram_rate, no_kernels
 
-__all__ = ["InPlace", "Target", "fall_back", "standing_in", "target"]
+__all__ = ["InPlace", "Target", "current_target", "fall_back", "standing_in"]
 
 #: The architecture that the CuTe DSL compiles for, if not that of the GPU which is here.
 _ARCH = "CUTE_DSL_ARCH"
@@ -53,7 +53,7 @@ _standing_in: Target | None = None
 _warned: set[str] = set()
 
 
-def target() -> Target | None:
+def current_target() -> Target | None:
     """The GPU that is here, or that ``CUTE_DSL_ARCH`` names (sm_90a, sm_100a); None where neither
     has kernels."""
     if _standing_in is not None:
@@ -83,10 +83,7 @@ def fall_back(operation: str, reason: str) -> None:
 
 @cache
 def _named(arch: str) -> Target | None:
-    if arch not in GPUS:
-        fall_back("blockscale.jax", f"{_ARCH}={arch}: {no_kernels(arch, GPUS)}")
-        return None
-    return _with_kernels(GPUS[arch])
+    return Target(GPUS[arch], launch) if _has_kernels(arch, f"{_ARCH}={arch}") else None
 
 
 @cache
@@ -95,19 +92,23 @@ def _found() -> Target | None:
         device = jax.devices("cuda")[0]
     except RuntimeError:
         return None
-    major, minor = device.compute_capability.split(".")
-    arch = f"sm_{major}{minor}" + "a" * (major in ("9", "10"))
-    if arch not in GPUS:
-        fall_back("blockscale.jax", f"architecture {arch}: {no_kernels(arch, GPUS)}")
+    arch = arch_of(*map(int, device.compute_capability.split(".")))
+    if not _has_kernels(arch, f"architecture {arch}"):
         return None
-    return _with_kernels(replace(GPUS[arch], multiprocessors=device.core_count))
-
-
-def _with_kernels(gpu: Gpu) -> Target | None:
-    if find_spec("cutlass") is None:
-        fall_back("blockscale.jax", "the CuTe DSL is not installed: pip install 'blockscale[cuda]'")
-        return None
+    rate = dram_rate(device.local_hardware_id)
+    gpu = replace(GPUS[arch], multiprocessors=device.core_count, dram_rate=rate)
     return Target(gpu, launch)
+
+
+def _has_kernels(arch: str, name: str) -> bool:
+    """Whether there are kernels for ``arch``, by whose ``name`` it is said if not."""
+    if arch not in GPUS:
+        fall_back("blockscale.jax", f"{name}: {no_kernels(arch, GPUS)}")
+    elif find_spec("cutlass") is None:
+        fall_back("blockscale.jax", "the CuTe DSL is not installed: pip install 'blockscale[cuda]'")
+    else:
+        return True
+    return False
 
 
 # --- by the CuTe DSL ------------------------------------------------------------------------------

@@ -11,10 +11,11 @@ import numpy as np
 from ..formats import Format
 from ..seed import Seed
 from .array import ScaledArray
-from .checks import Request, check_quantize, check_scaled, step_of
+from .checks import Request, check_quantize, check_scaled
 from .dispatch import encoded
 from .dispatch import global_scale as default_global_scale
 from .formulas import Asked
+from .seeds import step_words
 
 __all__ = ["dequantize", "quantize", "quantize_both"]
 
@@ -50,7 +51,8 @@ def quantize(
             Or ``x.shape[:-2]``, one for each matrix. Not looked at: positive and finite.
         pad: allow a contraction that is no multiple of the block.
         seed: round elements stochastically, by the bits that this seed has everywhere. Of a
-            :class:`blockscale.Seed`, the step may be an integer array (), which may be traced.
+            :class:`blockscale.Seed`, the step may be an int32, uint32 or int64 array (), which may
+            be traced.
         k_major: store 8-bit columns with the contraction contiguous.
 
     Raises TypeError or ValueError, with the remedy, when it is traced. There is no gradient:
@@ -61,7 +63,7 @@ def quantize(
     asked = check_quantize(x, request)
     x = jax.lax.stop_gradient(x)
     scalar = _global_scale(x, asked.format, global_scale)
-    (quantized,) = _quantized(x, scalar, step_of(seed), asked)
+    (quantized,) = _quantized(x, scalar, step_words(seed), asked)
     return quantized
 
 
@@ -88,7 +90,7 @@ def quantize_both(
     both = [check_quantize(x, Request(format, axis, *how)) for axis in (-1, -2)]
     x = jax.lax.stop_gradient(x)
     scalar = _global_scale(x, both[0].format, global_scale)
-    rows, columns = _quantized(x, scalar, step_of(seed), *both)
+    rows, columns = _quantized(x, scalar, step_words(seed), *both)
     return rows, columns
 
 

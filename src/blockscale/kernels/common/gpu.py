@@ -8,7 +8,16 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-__all__ = ["CLUSTERS", "GPUS", "SHARED", "Gpu", "Unsupported", "no_kernels"]
+__all__ = [
+    "CLUSTERS",
+    "GPUS",
+    "SHARED",
+    "Gpu",
+    "Unsupported",
+    "arch_of",
+    "dram_rate",
+    "no_kernels",
+]
 
 
 class Unsupported(ValueError):
@@ -66,6 +75,24 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
         "sm_103a": Gpu("sm_103a", 148, 8000),
     }
 )
+
+
+def arch_of(major: int, minor: int) -> str:
+    """The target for a compute capability, with the letter that unlocks its own features."""
+    return f"sm_{major}{minor}" + "a" * (major in (9, 10))
+
+
+def dram_rate(ordinal: int) -> float:
+    """Bytes that the memory of CUDA's device of this number moves in a nanosecond: two bits of each
+    line of the bus in a cycle."""
+    from cuda.bindings import driver  # CuTe DSL needs it, too
+
+    asked = driver.CUdevice_attribute
+    of = driver.cuDeviceGet(ordinal)[1]
+    kilohertz = driver.cuDeviceGetAttribute(asked.CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE, of)[1]
+    bits = driver.cuDeviceGetAttribute(asked.CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH, of)[1]
+    return 2 * kilohertz * 1e-6 * bits / 8
+
 
 # What products need of an architecture's own features, and what ptxas of CUDA 13.0 says of their
 # PTX, by target.

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .gpu import GPUS, Gpu, Unsupported, no_kernels
+from .gpu import GPUS, Gpu, Unsupported, arch_of, dram_rate, no_kernels
 
 __all__ = [
     "FLOATS",
@@ -71,21 +71,10 @@ def _ask(device: torch.device) -> Gpu | None:
     if device.type != "cuda":
         return None
     properties = torch.cuda.get_device_properties(device)
-    target = f"sm_{properties.major}{properties.minor}" + "a" * (properties.major in (9, 10))
-    rate = 0.0 if missing() else _dram_rate(device)
-    return Gpu(target, properties.multi_processor_count, rate, partial(_load, device))
-
-
-def _dram_rate(device: torch.device) -> float:
-    """Bytes a nanosecond: two bits of each line of the bus in a cycle."""
-    from cuda.bindings import driver  # CuTe DSL needs it, too
-
-    asked = driver.CUdevice_attribute
-    index = torch.cuda.current_device() if device.index is None else device.index
-    of = driver.cuDeviceGet(index)[1]
-    kilohertz = driver.cuDeviceGetAttribute(asked.CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE, of)[1]
-    bits = driver.cuDeviceGetAttribute(asked.CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH, of)[1]
-    return 2 * kilohertz * 1e-6 * bits / 8
+    ordinal = torch.cuda.current_device() if device.index is None else device.index
+    rate = 0.0 if missing() else dram_rate(ordinal)
+    arch = arch_of(properties.major, properties.minor)
+    return Gpu(arch, properties.multi_processor_count, rate, partial(_load, device))
 
 
 _gpus: dict[torch.device, Gpu | None] = {}  # that were asked for

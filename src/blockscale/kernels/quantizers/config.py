@@ -116,6 +116,13 @@ class Request(NamedTuple):
         """Whether data along columns lies column by column."""
         return -2 in self.axes and self.fmt.turned(-2, self.k_major)
 
+    def is_batch(self, shape: Sequence[int]) -> bool:
+        """Whether blocks must not reach from one matrix into the next, or matrices have numbers."""
+        if len(shape) < 3:
+            return False
+        alone = -2 in self.axes or self.stochastic or self.square
+        return alone or shape[-2] % self.fmt.block[0] > 0
+
 
 @dataclass(frozen=True, slots=True)
 class Config:
@@ -221,6 +228,10 @@ class AmaxConfig(Config):
 
     along: int = -1
     room: bool = False
+
+    def partials(self, rows: int, columns: int) -> int:
+        """Words that the CTAs write their maxima to."""
+        return -(-rows // self.tile_rows) * -(-columns // self.tile_columns)
 
 
 def choose_config(

@@ -26,9 +26,8 @@ class Further(NamedTuple):
 
     @property
     def fours(self) -> bool:
-        """Whether four elements that follow each other, from a multiple of four on, share a call of
-        Philox."""
-        return self.numbers is None or not any(n % 4 for n in self.numbers[2:])
+        """As of its numbers."""
+        return self.numbers is None or self.numbers.fours
 
     def arguments(self, device: torch.device) -> tuple[Any, ...] | None:
         """Of a kernel: step, value, first, row and matrix; then low and high signs, or the step

@@ -111,7 +111,7 @@ def _unsupported(
         return f"x has shape {tuple(shape)}: blocks along columns need a matrix"
     if stride[-1] != 1 and shape[-1] > 1:
         return f"x has strides {stride}: not contiguous in the last dimension"
-    if _is_batch(shape, request):
+    if request.is_batch(shape):
         if as_matrix(shape[:-1], stride[:-1]) is None:
             return f"x has strides {stride}: its matrices do not lie at equal distances"
     elif as_matrix(shape, stride) is None:
@@ -156,14 +156,6 @@ def as_matrix(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, int, in
         rows, apart = rows * n, apart if rows > 1 else step
     columns = shape[-1]
     return rows, columns, apart if rows > 1 else -(-columns // 16) * 16
-
-
-def _is_batch(shape: Sequence[int], request: Request) -> bool:
-    """Whether blocks must not reach from one matrix into the next, or matrices have numbers."""
-    if len(shape) < 3:
-        return False
-    alone = -2 in request.axes or request.stochastic or request.square
-    return alone or shape[-2] % request.fmt.block[0] > 0
 
 
 def _as_batch(
@@ -229,8 +221,7 @@ def plan_amax(
     assert isinstance(config, AmaxConfig)
     config = replace(config, along=request.axes[0] if request.hadamard else -1, room=room)
     rows, columns = math.prod(shape[:-1]), shape[-1] // PRODUCERS[request.producer].parts
-    tiles = -(-rows // config.tile_rows) * -(-columns // config.tile_columns)
-    return QuantizePlan(run=gpu.load(config), views=views, tiles=tiles)
+    return QuantizePlan(run=gpu.load(config), views=views, tiles=config.partials(rows, columns))
 
 
 def _check(
@@ -254,7 +245,7 @@ def _choose(
 ) -> tuple[Config, Any]:
     """The kernel, for so many rows that are ``gathered``, and views of its sources."""
     (shape, stride, dtype, address), *_ = inputs
-    if _is_batch(shape, request):
+    if request.is_batch(shape):
         batch = _as_batch(shape, stride)
         (count, rows, columns), strides = batch
         sources = [(address, step * dtype.itemsize) for step in strides[:2]]
