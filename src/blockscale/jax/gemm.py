@@ -55,12 +55,10 @@ def gemm(
     given = None if bias is None else jnp.asarray(bias)
     if goal is None or a.ndim == 2:
         return by_platform({}, goal, by_kernels, by_values)(a, b, given)
-    product = by_platform(
-        {}, goal, lambda a, b: by_kernels(a, b, given), lambda a, b: by_values(a, b, given)
-    )
+    product = by_platform({}, goal, by_kernels, by_values)
     for _ in a.shape[:-2]:
-        product = jax.vmap(product)
-    return product(_each(a), _each(b))
+        product = jax.vmap(product, (0, 0, None))  # kernels close over no array
+    return product(_each(a), _each(b), given)
 
 
 def _each(x: ScaledArray | jax.Array) -> ScaledArray | jax.Array:
