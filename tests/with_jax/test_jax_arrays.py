@@ -180,10 +180,38 @@ for name in ("mxfp8", "nvfp4"):
 """
 
 
-def test_shards():
-    """Gathered rows and columns have the bytes of the whole; global scales that differ give NaN."""
+CHECKED = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import PartitionSpec as P
+jax.config.update("jax_num_cpu_devices", 2)
+import blockscale.jax as bsj
+mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+x, w = (jax.random.normal(jax.random.key(i), s) for i, s in enumerate([(64, 96), (96, 32)]))
+def shards(f, out):
+    return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=(P("d"), P()), out_specs=out))(x, w)
+def parts(x, w):
+    q = bsj.quantize(x, "mxfp8")
+    few = bsj.gemm(x[:4].astype(jnp.bfloat16), bsj.quantize(w.T, "mxfp8").mT)
+    own = bsj.quantize(x, "nvfp4").dequantize()
+    return q.dequantize(), own, few, bsj.dot_general(x, w, (((1,), (0,)), ((), ())))
+for found, *halves in zip(shards(parts, P("d")), parts(x[:32], w), parts(x[32:], w)):
+    assert np.array_equal(found, np.concatenate(halves))
+@jax.jit
+def gradients(x, w):
+    return jax.grad(lambda x, w: (bsj.linear(x, w) ** 2).sum(), (0, 1))(x, w)
+halves = gradients(x[:32], w), gradients(x[32:], w)
+rows, weights = shards(gradients, (P("d"), P()))
+assert np.array_equal(rows, np.concatenate([each[0] for each in halves]))
+assert np.allclose(weights, halves[0][1] + halves[1][1], rtol=1e-5, atol=1e-4)
+"""
+
+
+@pytest.mark.parametrize("program", [SHARDED, CHECKED], ids=["gathered", "checked"])
+def test_shards(program):
+    """Gathered rows and columns have the bytes of the whole; global scales that differ give NaN.
+    Where JAX checks what varies, each shard has its own, and gradients of weights are summed."""
     done = subprocess.run(
-        [sys.executable, "-c", SHARDED], capture_output=True, text=True, check=False
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
 

@@ -209,13 +209,49 @@ def test_linear(arch, format):
         assert np.linalg.norm(one - other) <= 2.0**-7 * np.linalg.norm(other)
 
 
-def test_batch_of_products():
-    a, w = operand((2, 24, 128), "nvfp4", seed=1), operand((2, 48, 128), "nvfp4", seed=2)
-    expected = bsj.gemm(a, w.mT, jnp.float32)
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("lead", [(2,), (2, 1)])
+def test_batch_of_products(lead, bias):
+    a, w = operand((*lead, 24, 128), "nvfp4", seed=1), operand((*lead, 48, 128), "nvfp4", seed=2)
+    v = jnp.arange(48, dtype=jnp.float32) if bias else None
+    expected = bsj.gemm(a, w.mT, jnp.float32, bias=v)
     with emulated("sm_90a") as launched:
-        got = jax.jit(lambda a, w: bsj.gemm(a, w.mT, jnp.float32))(a, w)
+        got = jax.jit(lambda a, w, v: bsj.gemm(a, w.mT, jnp.float32, bias=v))(a, w, v)
         jax.block_until_ready(got)
     assert len(launched) == 4  # A is widened before each
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [3, 40, 300])  # decoded, widened, and widened before
+@pytest.mark.parametrize("format", ["mxfp4", "nvfp4"])
+@pytest.mark.parametrize("alone", [False, True], ids=["", "weights"])
+def test_tiles_of_scales_on_hopper(alone, format, rows):
+    """What Blackwell reads as it lies has the bits of compact scales."""
+
+    def product(layout):
+        a, w = (
+            operand(shape, kind, **({"layout": layout} if kind else {}))
+            for shape, kind in (((rows, 160), None if alone else format), ((72, 160), format))
+        )
+        return jax.block_until_ready(jax.jit(lambda a, w: bsj.gemm(a, w.mT))(a, w))
+
+    with emulated("sm_90a") as launched:
+        expected, got = map(product, ("compact", "tcgen05"))
+    assert launched
+    assert_same(got, expected)
+
+
+@pytest.mark.parametrize("format", ["fp8_1x128", "fp8_128x128"])
+def test_products_of_bf16_by_blocks_of_128(format, monkeypatch):
+    """XLA multiplies, and says so."""
+    monkeypatch.setattr(launch, "_warned", set())
+    a, w = operand((24, 256), None, seed=1), operand((48, 256), format, seed=2)
+    expected = bsj.gemm(a, w.mT, jnp.float32)
+    with emulated("sm_90a"):
+        multiply = jax.jit(lambda a, w: bsj.gemm(a, w.mT, jnp.float32))
+        with pytest.warns(bs.FallbackWarning, match=f"no kernel multiplies bf16 by {format}"):
+            got = multiply(a, w)
+        jax.block_until_ready(got)
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-4)
 
 

@@ -19,6 +19,7 @@ from ..layouts.scales import swizzle_scale, unswizzle_scale
 from . import formulas, gpu_dequantize, gpu_quantize
 from .formulas import Asked, Stored
 from .launch import Target, current_target, fall_back
+from .varying import varies_as_given
 
 T = TypeVar("T")
 
@@ -151,7 +152,7 @@ def multiplied(
     ) -> jax.Array:
         return loops.multiply(x, as_bytes(data), as_bytes(scale), format, global_scale=scalar)
 
-    return jax.lax.platform_dependent(x, data, scale, scalar, cpu=by_loops, default=by_values)
+    return by_platform({"cpu": by_loops}, None, by_loops, by_values)(x, data, scale, scalar)
 
 
 def target_of(operation: str, why_not: Callable[[Target], str]) -> Target | None:
@@ -174,6 +175,7 @@ def by_platform(
     other."""
     if target is not None:
         ways = {**ways, target.platform: sequential_vmap(partial(by_kernels, target))}
+    ways = {name: varies_as_given(way) for name, way in ways.items()}
     return lambda *given: jax.lax.platform_dependent(*given, default=default, **ways)
 
 

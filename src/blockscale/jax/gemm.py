@@ -55,17 +55,12 @@ def gemm(
         return gpu_gemm.multiplied(a, b, bias, out, target)
 
     given = None if bias is None else jnp.asarray(bias)
+    product = by_platform({}, target, by_kernels, by_values)
     if target is None or a.ndim == 2:
-        return by_platform({}, target, by_kernels, by_values)(a, b, given)
-    product = by_platform(
-        {},
-        target,
-        lambda target, a, b: by_kernels(target, a, b, given),
-        lambda a, b: by_values(a, b, given),
-    )
+        return product(a, b, given)
     for _ in a.shape[:-2]:
-        product = jax.vmap(product)
-    return product(_each(a), _each(b))
+        product = jax.vmap(product, (0, 0, None))  # kernels close over no array
+    return product(_each(a), _each(b), given)
 
 
 def _each(x: ScaledArray | jax.Array) -> ScaledArray | jax.Array:

@@ -78,7 +78,8 @@ class Operand(NamedTuple):
             return self.scale
         shape = -(-self.data.shape[-2] // self.format.block[0]), -(-self.k // self.format.block[1])
         layout, dtype = get_layout(self.layout), self.format.scale.numpy_dtype
-        return as_bytes(unswizzle_scale(self.scale, -1, layout, shape, dtype, None))
+        stored = self.scale.view(layout.stored_dtype(dtype))
+        return as_bytes(unswizzle_scale(stored, -1, layout, shape, dtype, None))
 
     def by_rows(self) -> jax.Array:
         """fp32 scales of each row, in layout "sm90"."""
@@ -113,6 +114,8 @@ def unsupported(
             return f"offsets: {groups} groups; kernels take {sm100_config.MOST_GROUPS} at most"
         return reason
     if right.name in fp8_config.FORMATS:
+        if left.name is None:
+            return f"a: no kernel multiplies bf16 by {right.name}"
         if groups and names != ("fp8_1x128", "fp8_128x128"):
             return f"a, b: grouped, no kernel multiplies {left.name} by {right.name}"
         return fp8_config.why_not(right.row_bytes, out, right.name, arch)

@@ -11,6 +11,7 @@ from .array import ScaledArray
 from .checks import Formats, formats_of
 from .gemm import gemm
 from .quantize import quantize
+from .varying import alike
 
 __all__ = ["linear", "product"]
 
@@ -53,15 +54,20 @@ def linear(
     return y if bias is None else y + bias.astype(y.dtype)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def product(x: jax.Array, w: jax.Array, formats: Formats, out_dtype: Any) -> jax.Array:
     """``x @ w`` of matrices, or of batches: (..., M, K) and (..., K, N)."""
+    x, w = alike(x, w)
+    return _product(x, w, formats, out_dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _product(x: jax.Array, w: jax.Array, formats: Formats, out_dtype: Any) -> jax.Array:
     return gemm(_along(x, formats.activations, -1), _along(w, formats.weights, -2), out_dtype)
 
 
 def _forward(x: jax.Array, w: jax.Array, formats: Formats, out_dtype: Any) -> Any:
     columns, rows = _along(x, formats.activations, -2), _along(w, formats.weights, -1)
-    return product(x, w, formats, out_dtype), (columns, rows, x, w)
+    return _product(x, w, formats, out_dtype), (columns, rows, x, w)
 
 
 def _backward(formats: Formats, out_dtype: Any, kept: Any, g: jax.Array) -> Any:
@@ -88,7 +94,7 @@ def _refuse(*_: Any) -> Any:
 
 
 _gradients.defvjp(lambda formats, *given: (_gradients(formats, *given), None), _refuse)
-product.defvjp(_forward, _backward)
+_product.defvjp(_forward, _backward)
 
 
 def _along(x: jax.Array, format: str, axis: int) -> ScaledArray:
