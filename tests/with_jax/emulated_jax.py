@@ -14,7 +14,8 @@ import torch
 
 from blockscale import emulator as em
 from blockscale.dtypes import to_torch
-from blockscale.jax.launch import InPlace, Target, standing_in
+from blockscale.jax.launch import InPlace, arguments_of
+from blockscale.jax.target import Target, standing_in
 from blockscale.kernels.common import compile_cache
 from blockscale.kernels.common.builders import describe_kernel
 from blockscale.kernels.common.gpu import GPUS
@@ -33,45 +34,33 @@ def emulated(arch: str, multiprocessors: int = 8) -> Iterator[list[Any]]:
     launched: list[Any] = []
 
     def launch(config: Any, *arguments: Any) -> list[jax.Array]:
-        arrays: list[jax.Array] = []
-        structs: list[jax.ShapeDtypeStruct] = []
-
-        def spot(given: Any) -> Any:
-            """Arguments with numbers of inputs and outputs for arrays."""
-            if isinstance(given, jax.ShapeDtypeStruct):
-                structs.append(given)
-                return ("write", len(structs) - 1)
-            if isinstance(given, InPlace):
-                structs.append(jax.ShapeDtypeStruct(given.array.shape, given.array.dtype))
-                arrays.append(given.array)
-                return ("both", len(arrays) - 1, len(structs) - 1)
-            if isinstance(given, jax.Array):
-                arrays.append(given)
-                return ("read", len(arrays) - 1)
-            return tuple(map(spot, given)) if isinstance(given, tuple) else given
-
-        spots = spot(arguments)
+        leaves, tree = arguments_of(arguments)
+        arrays = [getattr(x, "array", x) for x in leaves if isinstance(x, InPlace | jax.Array)]
+        structs = [
+            jax.ShapeDtypeStruct(each.shape, each.dtype)
+            for x in leaves
+            if isinstance(x, InPlace | jax.ShapeDtypeStruct)
+            for each in [getattr(x, "array", x)]
+        ]
+        kinds = [type(x) if isinstance(x, InPlace | jax.ShapeDtypeStruct) else x for x in leaves]
+        kinds = [jax.Array if isinstance(x, jax.Array) else x for x in kinds]
 
         def run(*given: Any) -> list[np.ndarray]:
             launched.append(config)
-            inputs = [tensor(np.array(each)) for each in given]
-            outputs = [poisoned(each) for each in structs]
-
-            def put(spot: Any) -> Any:
-                if not isinstance(spot, tuple):
-                    return spot
-                if spot[:1] == ("read",):
-                    return inputs[spot[1]]
-                if spot[:1] == ("write",):
-                    return outputs[spot[1]]
-                if spot[:1] == ("both",):
-                    outputs[spot[2]] = inputs[spot[1]]
-                    return inputs[spot[1]]
-                return tuple(map(put, spot))
-
-            fakes = describe_kernel(config).arguments
-            found = [as_kernel_takes(*pair) for pair in zip(map(put, spots), fakes, strict=True)]
-            _THREAD.submit(lambda: compile_cache.build(config)(*found)).result()
+            inputs, found, outputs = iter(given), [], []
+            for kind, fake in zip(
+                kinds, tree.flatten_up_to(describe_kernel(config).arguments), strict=True
+            ):
+                x = kind
+                if kind in (jax.Array, InPlace):
+                    x = tensor(np.array(next(inputs)))
+                elif kind is jax.ShapeDtypeStruct:
+                    x = poisoned(structs[len(outputs)])
+                if kind in (InPlace, jax.ShapeDtypeStruct):
+                    outputs.append(x)
+                found.append(as_kernel_takes(x, fake))
+            call = jax.tree.unflatten(tree, found)
+            _THREAD.submit(lambda: compile_cache.build(config)(*call)).result()
             return [array(x, each.dtype) for x, each in zip(outputs, structs, strict=True)]
 
         return list(jax.pure_callback(run, structs, *arrays, vmap_method="sequential"))
@@ -86,8 +75,6 @@ def emulated(arch: str, multiprocessors: int = 8) -> Iterator[list[Any]]:
 
 def as_kernel_takes(given: Any, fake: Any) -> Any:
     """With items of several bytes where it takes those, bytes where it takes these."""
-    if isinstance(given, tuple):
-        return tuple(as_kernel_takes(g, f) for g, f in zip(given, fake, strict=True))
     if not isinstance(given, torch.Tensor):
         return given
     bits = fake.element_type.width

@@ -24,7 +24,7 @@ from emulated_jax import emulated
 
 import blockscale as bs
 import blockscale.jax as bsj
-from blockscale.jax import launch
+from blockscale.jax import target
 from stand_in import emulated as emulated_torch
 
 pytestmark = pytest.mark.kernels
@@ -112,6 +112,7 @@ PRODUCTS = [  # M, N, K; formats of a and of the weight; how they are quantized
     ((130, 48, 160), ("mxfp8", "mxfp4"), {}),
     ((40, 72, 128), ("fp8_1x128", "mxfp4"), {}),
     ((5, 1088, 256), ("mxfp8", "mxfp8_e5m2"), {}),
+    ((40, 1152, 2048), ("mxfp8", "mxfp8"), {}),  # stream-K, whose counters a kernel changes
 ]
 BLACKWELL = [
     ((40, 72, 256), ("mxfp8", "mxfp8"), {}),
@@ -209,6 +210,24 @@ def test_linear(arch, format):
         assert np.linalg.norm(one - other) <= 2.0**-7 * np.linalg.norm(other)
 
 
+def test_products_alike():
+    """Two products of the same operands by stream-K do not share the counters that both change."""
+    a, w = operand((40, 2048), "mxfp8", seed=1), operand((1152, 2048), "mxfp8", seed=2)
+    with emulated("sm_90a") as launched:
+        product = jax.jit(lambda a, w: [bsj.gemm(a, w.mT), bsj.gemm(a, w.mT, jnp.float32)])
+        first, other = product(a, w)
+        jax.block_until_ready(other)
+    assert any(getattr(each, "stream_k", False) for each in launched)
+    np.testing.assert_array_equal(first, other.astype(first.dtype))
+    np.testing.assert_allclose(other, bsj.gemm(a, w.mT, jnp.float32), rtol=1e-5, atol=1e-3)
+
+
+def test_no_derivative():
+    w = operand((48, 128), "mxfp8")
+    with emulated("sm_90a"), pytest.raises(NotImplementedError, match=r"jax\.linear"):
+        jax.grad(lambda a: bsj.gemm(a, w.mT).sum())(jnp.ones((32, 128), jnp.bfloat16))
+
+
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("lead", [(2,), (2, 1)])
 def test_batch_of_products(lead, bias):
@@ -244,7 +263,7 @@ def test_tiles_of_scales_on_hopper(alone, format, rows):
 @pytest.mark.parametrize("format", ["fp8_1x128", "fp8_128x128"])
 def test_products_of_bf16_by_blocks_of_128(format, monkeypatch):
     """XLA multiplies, and says so."""
-    monkeypatch.setattr(launch, "_warned", set())
+    monkeypatch.setattr(target, "_warned", set())
     a, w = operand((24, 256), None, seed=1), operand((48, 256), format, seed=2)
     expected = bsj.gemm(a, w.mT, jnp.float32)
     with emulated("sm_90a"):
@@ -314,7 +333,7 @@ def test_lowered(name, arch, monkeypatch):
 
 def test_says_once_what_has_no_kernel(monkeypatch):
     monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
-    monkeypatch.setattr(launch, "_warned", set())
+    monkeypatch.setattr(target, "_warned", set())
     x = jnp.ones((32, 64))
     with pytest.warns(bs.FallbackWarning, match="6-bit elements; XLA computes it"):
         bsj.quantize(x, "mxfp6_e2m3")
@@ -325,8 +344,8 @@ def test_says_once_what_has_no_kernel(monkeypatch):
 
 def test_unknown_architectures(monkeypatch):
     monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90")
-    monkeypatch.setattr(launch, "_warned", set())
-    launch._named.cache_clear()
+    monkeypatch.setattr(target, "_warned", set())
+    target._named.cache_clear()
     with pytest.warns(bs.FallbackWarning, match="Choose sm_90a; XLA computes it"):
         bsj.quantize(jnp.ones((32, 64)))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from ..layouts.base import as_bytes
 from ..layouts.scales import swizzle_scale, unswizzle_scale
 from . import formulas, gpu_dequantize, gpu_quantize
 from .formulas import Asked, Stored
-from .launch import Target, current_target, fall_back
+from .target import Target, current_target, fall_back
 from .varying import varies_as_given
 
 T = TypeVar("T")
@@ -174,9 +174,24 @@ def by_platform(
     """What runs on the platform that it is compiled for; ``vmap`` has kernels one after the
     other."""
     if target is not None:
-        ways = {**ways, target.platform: sequential_vmap(partial(by_kernels, target))}
+        run = sequential_vmap(_without_derivative(partial(by_kernels, target)))
+        ways = {**ways, target.platform: run}
     ways = {name: varies_as_given(way) for name, way in ways.items()}
     return lambda *given: jax.lax.platform_dependent(*given, default=default, **ways)
+
+
+def _without_derivative(function: Callable[..., T]) -> Callable[..., T]:
+    """What says so, where JAX asks for it."""
+    run = jax.custom_jvp(function)
+
+    @run.defjvp
+    def refuse(*_: Any) -> Any:
+        raise NotImplementedError(
+            "kernels have no derivative: differentiate blockscale.jax.linear or dot_general, whose "
+            "gradients are products of quantized operands"
+        )
+
+    return run
 
 
 def _takes(format: Format, scalar: jax.Array | None) -> bool:

@@ -14,8 +14,8 @@ from . import gpu_gemm
 from .array import ScaledArray
 from .checks import check_out_dtype, check_product
 from .dispatch import by_platform, multiplied, target_of
-from .launch import Target
 from .quantize import dequantize
+from .target import Target
 
 __all__ = ["gemm", "grouped_gemm"]
 

@@ -7,22 +7,20 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..kernels.quantizers.dequantize_config import DequantizeRequest, choose_dequantize
+from ..kernels.quantizers.dequantize_config import DequantizeRequest, choose_dequantize, why_not
 from ..kernels.quantizers.dequantize_views import View, as_matrices
 from ..layouts.base import as_bytes
 from .formulas import Stored
-from .launch import Target
+from .target import Target
 
 __all__ = ["decoded", "unsupported"]
 
 
 def unsupported(scalar: jax.Array | None, stored: Stored) -> str:
     """Why kernels cannot dequantize so; empty where they can."""
-    if stored.format.element.bits == 6:
-        return f"format {stored.format.name}: no kernel unpacks 6-bit elements"
     if scalar is not None and scalar.ndim:
         return "global_scale: no kernel takes one for each matrix"
-    return ""
+    return why_not(stored.format, stored.layout)
 
 
 def decoded(

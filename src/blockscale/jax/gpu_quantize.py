@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import jax
 
 from ..dtypes import FLOAT32, INT32, UINT8
@@ -12,7 +10,7 @@ from ..kernels.quantizers.config import AmaxConfig, Config, Request, choose_conf
 from ..kernels.quantizers.output_shapes import output_shapes
 from ..kernels.quantizers.refusals import why_not
 from .formulas import Asked
-from .launch import Target
+from .target import Target
 
 __all__ = ["encoded", "global_scale", "unsupported"]
 
@@ -95,11 +93,11 @@ def _as_matrices(x: jax.Array, request: Request) -> tuple[jax.Array, bool]:
 def _choose(matrix: jax.Array, request: Request, target: Target) -> Config:
     *batch, rows, columns = matrix.shape
     row = columns * matrix.dtype.itemsize
-    sources = [(0, rows * row), (0, row)][-1 - len(batch) :]
-    dtype = matrix.dtype
-    return choose_config(
-        (rows, columns), sources, dtype, request, target.gpu, batch=math.prod(batch) * len(batch)
-    )
+    sources, count = [(0, row)], 0
+    if batch:
+        sources, count = [(0, rows * row), *sources], batch[0]
+    given = sources, matrix.dtype, request, target.gpu
+    return choose_config((rows, columns), *given, batch=count)
 
 
 def _shaped(

@@ -9,10 +9,18 @@ from typing import NamedTuple
 import numpy as np
 
 from ...formats import Format, get_format
+from ...layouts import get_layout
 from ..common.gpu import Gpu
 from .dequantize_views import View
 
-__all__ = ["STORE", "THREADS", "DequantizeConfig", "DequantizeRequest", "choose_dequantize"]
+__all__ = [
+    "STORE",
+    "THREADS",
+    "DequantizeConfig",
+    "DequantizeRequest",
+    "choose_dequantize",
+    "why_not",
+]
 
 THREADS = 256  # of a block
 STORE = 16  # bytes of a thread's output in a row
@@ -72,6 +80,15 @@ class DequantizeConfig:
     def outer(self) -> int:
         """Neighbours across the contraction whose scales a thread needs."""
         return self.columns if self.down else self.rows
+
+
+def why_not(format: Format, layout: str) -> str:
+    """Why no kernel dequantizes such data and scales; empty where one does."""
+    if format.element.bits == 6:
+        return f"format {format.name}: no kernel unpacks 6-bit elements"
+    if format.scale.nbytes not in get_layout(layout).itemsize:
+        return f"layout {layout}: does not hold scales of {format.name}"
+    return ""
 
 
 def choose_dequantize(

@@ -18,7 +18,7 @@ from ...memory import as_bytes
 from ..common.gpu import Gpu, Unsupported
 from ..common.runtime import FLOATS, Described, describe, gpu_of, require_gpu
 from ..common.template import template
-from .dequantize_config import STORE, DequantizeRequest, choose_dequantize
+from .dequantize_config import STORE, DequantizeRequest, choose_dequantize, why_not
 from .dequantize_views import View, as_matrices, is_contiguous, turn
 
 __all__ = [
@@ -198,14 +198,12 @@ def _check(call: DequantizeCall) -> Gpu:
     """What dequantizes; raises where there is no kernel, or parts do not fit each other."""
     format, shape, axis, layout, gpu = call.fmt, call.shape, call.axis, call.layout, call.gpu
     data, scale, name = call.data, call.scale, call.format
-    where, itemsize = get_layout(layout), format.scale.nbytes
+    where = get_layout(layout)
     gpu = require_gpu("data", call.device, gpu)
     if call.dtype not in FLOATS:
         raise Unsupported(f"dtype {call.dtype}: there are kernels for {_listed(FLOATS)}")
-    if format.element.bits == 6:
-        raise Unsupported(f"format {name}: no kernel unpacks 6-bit elements")
-    if itemsize not in where.itemsize:
-        raise Unsupported(f"layout {layout}: does not hold scales of {name}")
+    if reason := why_not(format, layout):
+        raise Unsupported(reason)
     if layout != "compact" and len(shape) != 2:
         raise Unsupported(f"layout {layout}: holds the scales of a matrix, shape is {shape}")
     if len(shape) < -axis:

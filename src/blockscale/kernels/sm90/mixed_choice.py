@@ -8,7 +8,7 @@ from ...formats import get_format
 from ..common.epilogue import Epilogue
 from ..common.gpu import GPUS, Gpu
 from . import mixed_config, skinny_config
-from .mixed_config import BF16, BLOCK_K, promotes
+from .mixed_config import BF16, BLOCK_K, SUPERGROUP, promotes
 from .permute_config import PermuteConfig
 
 __all__ = ["ANY_ROWS", "MixedKernels", "choose_kernels", "widens"]
@@ -38,6 +38,14 @@ class MixedKernels(NamedTuple):
     partials: int
     decodes: bool
     promotes: bool
+
+    def rest(self, multiprocessors: int) -> tuple[int | None, ...]:
+        """What the product takes last: after offsets of groups, if there are any, else after
+        alpha."""
+        if self.decodes:
+            return (multiprocessors,)
+        grouped = isinstance(self.multiply, mixed_config.Config) and self.multiply.grouped
+        return (SUPERGROUP, multiprocessors) if grouped else (None, None, multiprocessors)
 
 
 def widens(m: int, n: int) -> bool:

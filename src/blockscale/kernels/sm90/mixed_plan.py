@@ -16,7 +16,7 @@ from ...formats import get_format
 from ..common.calls import CompiledGemm, GemmCall, below_each_other, check_loadable, check_matrix
 from ..common.template import template
 from .mixed_choice import choose_kernels
-from .mixed_config import BF16, BLOCK_K, SUPERGROUP, promotes, why_not
+from .mixed_config import BF16, BLOCK_K, promotes, why_not
 from .plan import below, check_bytes, check_rows, octets
 
 __all__ = ["plan_mixed"]
@@ -118,9 +118,5 @@ def plan_mixed(call: GemmCall) -> CompiledGemm:
         partials = template(words, torch.int32, call.device) if chosen.partials else None
         widen = gpu.load(chosen.widen)
         run = _Widened(widen, run, values, partials, chosen.promotes, chosen.decodes)
-    rest: tuple[Any, ...] = (gpu.multiprocessors,)
-    if call.offsets is not None:
-        rest = (SUPERGROUP, *rest)
-    elif not chosen.decodes:
-        rest = (None, None, *rest)
+    rest = chosen.rest(gpu.multiprocessors)
     return CompiledGemm(chosen.multiply, run, like, views, rest)
