@@ -64,8 +64,18 @@ def way(request, monkeypatch):
     """Compiled loops, which JAX has on a CPU, or the formulas that XLA compiles elsewhere."""
     if request.param == "formulas":
         quantize, array = (sys.modules[f"blockscale.jax.{name}"] for name in ("quantize", "array"))
-        monkeypatch.setattr(quantize, "encoded", formulas.encoded)
-        monkeypatch.setattr(array, "decoded", formulas.decoded)
+        monkeypatch.setattr(
+            quantize,
+            "encoded",
+            lambda x, scalar, step, *asked: [
+                formulas.encoded(x, scalar, step, each) for each in asked
+            ],
+        )
+        monkeypatch.setattr(
+            array,
+            "decoded",
+            lambda *parts: formulas.decoded(*parts[:-1]).astype(parts[-1]),
+        )
         monkeypatch.setattr(
             quantize,
             "default_global_scale",
