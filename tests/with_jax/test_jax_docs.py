@@ -39,4 +39,4 @@ def test_example(name):
 def test_every_name_is_in_the_reference():
     page = Path(__file__).parents[2] / "docs" / "reference" / "jax.md"
     shown = {line.rsplit(".", 1)[-1] for line in page.read_text().splitlines() if "::: " in line}
-    assert shown == {*bsj.__all__}
+    assert shown == {*bsj.__all__} - {"Seed"}  # which torch's side has, too

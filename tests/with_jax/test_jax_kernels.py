@@ -304,6 +304,16 @@ LOWERED = {  # what is lowered, of which shapes, and the kernels that it calls, 
         (shaped(200, 256), shaped(128, 256)),
         (3, 4),  # on Blackwell XLA multiplies values
     ),
+    "groups": (
+        lambda x, w, ends: bsj.grouped_gemm(bsj.quantize(x), bsj.quantize(w).mT, ends),
+        (shaped(200, 256), shaped(3, 96, 256), shaped(3, dtype=jnp.int32)),
+        (4, 3),
+    ),
+    "steps": (
+        lambda x, step: bsj.quantize(x, seed=bsj.Seed(1, step)),
+        (shaped(64, 256), shaped(dtype=jnp.int32)),
+        (1, 1),
+    ),
     "gradients": (
         jax.grad(lambda w, x: bsj.linear(x, w).astype(jnp.float32).sum(), (0, 1)),
         (shaped(256, 96), shaped(64, 256)),
