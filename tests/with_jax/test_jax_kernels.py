@@ -361,45 +361,74 @@ def test_unknown_architectures(monkeypatch):
 
 
 SAME_CODE = """
-import os, re, sys
+import os, re, sys, warnings
 from pathlib import Path
 
-ours, torchs = map(Path, sys.argv[1:])
-os.environ.update(CUTE_DSL_ARCH="sm_90a", CUTE_DSL_KEEP_PTX="1", CUTE_DSL_DUMP_DIR=str(ours))
+arch, folder, least = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+os.environ.update(CUTE_DSL_ARCH=arch, CUTE_DSL_KEEP_PTX="1", CUTE_DSL_DUMP_DIR=str(folder))
 import cutlass.jax, jax, jax.export, jax.numpy as jnp
 import blockscale.jax as bsj
 from blockscale.emulator.host.hostcode import settings
 from blockscale.jax import launch
 from blockscale.kernels.common.builders import build_kernel
 
-configs, describe = [], launch.describe_kernel
+def of(format, weights):
+    return lambda x, w: bsj.gemm(bsj.quantize(x, format), bsj.quantize(w, weights).mT)
+
+def groups(x, w):
+    ends = jnp.arange(1, 9, dtype=jnp.int32) * 16
+    w = bsj.quantize(w, "nvfp4", global_scale=1.0)
+    return bsj.grouped_gemm(bsj.quantize(x, "nvfp4"), w.mT, ends)
+
+def columns(x, w):
+    back = [bsj.dequantize(each) for each in bsj.quantize_both(x, "mxfp8", pad=True)]
+    back += [bsj.dequantize(bsj.quantize(w, "nvfp4", axis=-2, seed=1))]
+    return back, bsj.dequantize(bsj.quantize(x, "mxfp4", layout="tcgen05", pad=True), jnp.float16)
+
+warnings.simplefilter("ignore")  # of FP8 on Blackwell
+configs, describe, seen = [], launch.describe_kernel, set()
 launch.describe_kernel = lambda config: (configs.append(config), describe(config))[1]
-jax.export.export(
-    jax.jit(lambda x, w: bsj.gemm(bsj.quantize(x, "nvfp4"), bsj.quantize(w, "nvfp4").mT)),
-    platforms=["cuda"], disabled_checks=cutlass.jax.get_export_disabled_safety_checks(),
-)(*[jax.ShapeDtypeStruct((n, 256), jnp.bfloat16) for n in (200, 128)])
 
 def codes(folder):
     # names of kernels tell how they were described
     texts = [each.read_text() for each in folder.glob("*.ptx")]
     return {re.sub(r"kernel_cutlass\\w*", "kernel", text) for text in texts}
 
-expected = set()
-for config in dict.fromkeys(configs):
-    settings().dump_dir = str(torchs / str(len(expected)))
+def into(name):
+    settings().dump_dir = str(folder / name)
     os.mkdir(settings().dump_dir)
-    build_kernel(config)
-    expected |= codes(Path(settings().dump_dir))
-assert len(expected) >= 4, len(expected)
-assert codes(ours) == expected
+    return folder / name
+
+for name, function, x, w in (
+    ("nvfp4", of("nvfp4", "nvfp4"), (200, 256), (128, 256)),
+    ("fp8", of("fp8_1x128", "fp8_128x128"), (200, 256), (128, 256)),
+    ("tall", lambda x, w: of("mxfp8", "mxfp8")(x, w).T, (600, 256), (128, 256)),
+    ("few", lambda x, w: bsj.gemm(x, bsj.quantize(w, "mxfp4", axis=-1).mT), (3, 256), (96, 256)),
+    ("odd", of("mxfp8", "mxfp8"), (40, 1056), (72, 1056)),
+    ("fp8 by 4", of("fp8_1x128", "mxfp4"), (40, 1056), (72, 1056)),
+    ("columns", columns, (96, 40), (2, 48, 36)),
+    ("groups", groups, (128, 256), (8, 96, 256)),
+):
+    configs.clear()
+    ours = into(name)
+    jax.export.export(
+        jax.jit(function), platforms=["cuda"],
+        disabled_checks=cutlass.jax.get_export_disabled_safety_checks(),
+    )(*[jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in (x, w)])
+    expected = set()
+    for i, config in enumerate(dict.fromkeys(configs)):
+        torchs = into(f"{name} {i}")
+        build_kernel(config)
+        expected |= codes(torchs)
+    assert codes(ours) == expected, name
+    seen |= expected
+assert len(seen) >= least, len(seen)
 """
 
 
-def test_same_code(tmp_path):
+@pytest.mark.parametrize(("arch", "least"), [("sm_90a", 24), ("sm_100a", 16)])
+def test_same_code(arch, least, tmp_path):
     """What JAX runs is what torch runs: the PTX of each kernel, line by line."""
-    folders = [tmp_path / "ours", tmp_path / "torchs"]
-    for each in folders:
-        each.mkdir()
-    command = [sys.executable, "-c", SAME_CODE, *map(str, folders)]
+    command = [sys.executable, "-c", SAME_CODE, arch, str(tmp_path), str(least)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

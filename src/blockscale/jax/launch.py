@@ -106,4 +106,5 @@ def _tensor(fake: Any, tensor: Any, shape: Sequence[int]) -> Any:
         for known, values in ((fake.shape, shape), (fake.stride, strides[: len(shape)]))
     )
     pointer = cute.recast_ptr(tensor.iterator, dtype=fake.element_type)
-    return cute.make_tensor(pointer, cute.make_layout(sizes, stride=steps))
+    made = cute.make_tensor(pointer, cute.make_layout(sizes, stride=steps))
+    return type(made)(made.value, fake.element_type)  # a pointer does not know what is unsigned
