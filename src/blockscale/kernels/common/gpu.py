@@ -87,6 +87,7 @@ def dram_rate(ordinal: int) -> float:
     line of the bus in a cycle."""
     from cuda.bindings import driver  # CuTe DSL needs it, too
 
+    driver.cuInit(0)  # which JAX or torch has done, as a rule
     asked = driver.CUdevice_attribute
     of = driver.cuDeviceGet(ordinal)[1]
     kilohertz = driver.cuDeviceGetAttribute(asked.CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE, of)[1]
