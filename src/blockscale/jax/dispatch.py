@@ -23,7 +23,15 @@ from .varying import varies_as_given
 
 T = TypeVar("T")
 
-__all__ = ["by_platform", "decoded", "encoded", "global_scale", "multiplied", "target_of"]
+__all__ = [
+    "by_platform",
+    "decoded",
+    "encoded",
+    "global_scale",
+    "multiplied",
+    "on_target",
+    "target_of",
+]
 
 
 def encoded(
@@ -59,7 +67,8 @@ def _encoded(
 
     looped = step is None and _takes(asked[0].format, scalar)
     ways = {"cpu": by_loops} if looped else {}
-    return by_platform(ways, target, by_kernels, by_formulas)(x, scalar, step)
+    ways |= on_target(target, by_kernels)
+    return by_platform(ways, by_formulas)(x, scalar, step)
 
 
 def _by_loops(x: jax.Array, scalar: jax.Array | None, asked: Asked) -> tuple[jax.Array, jax.Array]:
@@ -100,9 +109,7 @@ def _decoded(
         format, axis, shape = stored.format, stored.axis, stored.shape
         compact, found = format.scale_shape(shape, axis), format.scale.numpy_dtype
         scale = unswizzle_scale(scale, axis, get_layout(stored.layout), compact, found, None)
-        turned = stored.turned[0]
-        if turned:
-            shape, axis = (*shape[:-2], shape[-1], shape[-2]), -3 - axis
+        turned, (shape, axis) = stored.turned[0], stored.lying
         if turned != stored.turned[1]:
             scale = jnp.swapaxes(scale, -1, -2)
         values = loops.dequantize(
@@ -116,7 +123,8 @@ def _decoded(
         return gpu_dequantize.decoded(data, scale, scalar, stored, dtype, target)
 
     ways = {"cpu": by_loops} if _takes(stored.format, scalar) else {}
-    return by_platform(ways, target, by_kernels, by_formulas)(data, scale, scalar)
+    ways |= on_target(target, by_kernels)
+    return by_platform(ways, by_formulas)(data, scale, scalar)
 
 
 def global_scale(x: jax.Array, format: Format) -> jax.Array:
@@ -133,7 +141,9 @@ def _global_scale(x: jax.Array, format: Format, target: Target | None) -> jax.Ar
         return gpu_quantize.global_scale(x, format, target)
 
     by_loops = partial(loops.global_scale, format=format)
-    return by_platform({"cpu": by_loops}, target, by_kernels, by_formulas)(x)
+    ways: dict[str, Callable[..., jax.Array]] = {"cpu": by_loops}
+    ways |= on_target(target, by_kernels)
+    return by_platform(ways, by_formulas)(x)
 
 
 def multiplied(
@@ -152,11 +162,11 @@ def multiplied(
     ) -> jax.Array:
         return loops.multiply(x, as_bytes(data), as_bytes(scale), format, global_scale=scalar)
 
-    return by_platform({"cpu": by_loops}, None, by_loops, by_values)(x, data, scale, scalar)
+    return by_platform({"cpu": by_loops}, by_values)(x, data, scale, scalar)
 
 
 def target_of(operation: str, why_not: Callable[[Target], str]) -> Target | None:
-    """Where kernels run, if they can do this; that they cannot is said once."""
+    """The target whose kernels can do an operation, or None; a warning says once why not."""
     target = current_target()
     reason = "" if target is None else why_not(target)
     if reason:
@@ -165,23 +175,22 @@ def target_of(operation: str, why_not: Callable[[Target], str]) -> Target | None
     return target
 
 
-def by_platform(
-    ways: dict[str, Callable[..., T]],
-    target: Target | None,
-    by_kernels: Callable[..., T],
-    default: Callable[..., T],
-) -> Callable[..., T]:
-    """What runs on the platform that it is compiled for; ``vmap`` has kernels one after the
-    other."""
-    if target is not None:
-        run = sequential_vmap(_without_derivative(partial(by_kernels, target)))
-        ways = {**ways, target.platform: run}
+def on_target(target: Target | None, by_kernels: Callable[..., T]) -> dict[str, Callable[..., T]]:
+    """The way of kernels, by the platform of their target; none without one. ``vmap`` runs them one
+    after the other."""
+    if target is None:
+        return {}
+    return {target.platform: sequential_vmap(_without_derivative(partial(by_kernels, target)))}
+
+
+def by_platform(ways: dict[str, Callable[..., T]], default: Callable[..., T]) -> Callable[..., T]:
+    """A function that takes the way of the platform that it is compiled for."""
     ways = {name: varies_as_given(way) for name, way in ways.items()}
     return lambda *given: jax.lax.platform_dependent(*given, default=default, **ways)
 
 
 def _without_derivative(function: Callable[..., T]) -> Callable[..., T]:
-    """What says so, where JAX asks for it."""
+    """The same function, whose derivative is an error that names what has one."""
     run = jax.custom_jvp(function)
 
     @run.defjvp

@@ -60,13 +60,21 @@ class Asked(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """How a quantized array lies; see ``ScaledArray``."""
+    """Tells how a quantized array lies in memory, by the names of ``ScaledArray``."""
 
     format: Format
     axis: int
     layout: str
     shape: tuple[int, ...]
     turned: tuple[bool, bool]
+
+    @property
+    def lying(self) -> tuple[tuple[int, ...], int]:
+        """Shape and axis of the array whose data this is as it lies in memory: the transposed one,
+        if data is turned."""
+        if not self.turned[0]:
+            return self.shape, self.axis
+        return (*self.shape[:-2], self.shape[-1], self.shape[-2]), -3 - self.axis
 
 
 @partial(jax.jit, static_argnums=3)

@@ -13,7 +13,7 @@ from ..kernels.cpu.spec import MAX_SKINNY_M, supported
 from . import gpu_gemm
 from .array import ScaledArray
 from .checks import check_out_dtype, check_product
-from .dispatch import by_platform, multiplied, target_of
+from .dispatch import by_platform, multiplied, on_target, target_of
 from .quantize import dequantize
 from .target import Target
 
@@ -55,7 +55,7 @@ def gemm(
         return gpu_gemm.multiplied(a, b, bias, out, target)
 
     given = None if bias is None else jnp.asarray(bias)
-    product = by_platform({}, target, by_kernels, by_values)
+    product = by_platform(on_target(target, by_kernels), by_values)
     if target is None or a.ndim == 2:
         return product(a, b, given)
     for _ in a.shape[:-2]:
@@ -71,7 +71,7 @@ def _each(x: ScaledArray | jax.Array) -> ScaledArray | jax.Array:
 
 
 def _product(a: ScaledArray | jax.Array, b: ScaledArray) -> jax.Array:
-    """Of values, in fp32."""
+    """The product of dequantized values, in fp32."""
     if a.ndim == 2 and 0 < a.shape[0] <= MAX_SKINNY_M and b.turned == (True, True) and _is_whole(b):
         return multiplied(_values(a), b.data, b.scale, b.global_scale, b.kind)
     return jnp.matmul(_values(a), _values(b), precision=jax.lax.Precision.HIGHEST)
@@ -113,7 +113,7 @@ def grouped_gemm(
     ) -> jax.Array:
         return gpu_gemm.grouped(a, b, offsets, out, target)
 
-    return by_platform({}, target, by_kernels, by_values)(a, b, offsets)
+    return by_platform(on_target(target, by_kernels), by_values)(a, b, offsets)
 
 
 def _is_whole(b: ScaledArray) -> bool:

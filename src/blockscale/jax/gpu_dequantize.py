@@ -11,6 +11,7 @@ from ..kernels.quantizers.dequantize_config import DequantizeRequest, choose_deq
 from ..kernels.quantizers.dequantize_views import View, as_matrices
 from ..layouts.base import as_bytes
 from .formulas import Stored
+from .launch import strides_of
 from .target import Target
 
 __all__ = ["decoded", "unsupported"]
@@ -32,9 +33,8 @@ def decoded(
     target: Target,
 ) -> jax.Array:
     """As ``formulas.decoded``, rounded once to ``dtype``."""
-    format, axis, layout, shape, turned = stored
-    if turned[0]:  # read as it lies
-        shape, axis = (*shape[:-2], shape[-1], shape[-2]), -3 - axis
+    format, layout, turned = stored.format, stored.layout, stored.turned
+    shape, axis = stored.lying
     apart = layout == "compact" and turned[0] != turned[1]  # scales lie the other way
     views = as_matrices(_view(data), _view(scale), shape, format, axis == -2, apart)
     assert views is not None  # arrays are contiguous
@@ -60,8 +60,4 @@ def decoded(
 
 
 def _view(x: jax.Array) -> View:
-    strides, step = list[int](), 1
-    for size in x.shape[::-1]:
-        strides.insert(0, step)
-        step *= size
-    return x.shape, tuple(strides)
+    return x.shape, strides_of(x.shape)

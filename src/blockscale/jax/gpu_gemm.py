@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -50,7 +50,7 @@ def unsupported(
 
 
 class _Side(NamedTuple):
-    """Of an operand: the name of its format, and bytes along its contraction."""
+    """An operand's format, by its name, and its bytes along the contraction."""
 
     name: str | None
     row_bytes: int
@@ -71,17 +71,7 @@ def multiplied(
 ) -> jax.Array:
     """``a @ b + bias``, matrices; accumulated in fp32, rounded once."""
     left, right = Operand.of(a, -1), Operand.of(b, -2)
-    m, n = left.data.shape[0], right.data.shape[0]
-    bias = None if bias is None else bias.astype(FLOAT32)
-    alpha, ranks = alpha_of(left, right)
-    epilogue = Epilogue(
-        out,
-        bias=None if bias is None else FLOAT32,
-        alpha=ranks,
-        tma_store=n * out.itemsize % _TMA == 0,
-    )
-    ends = jax.ShapeDtypeStruct((m, n), out), bias, alpha
-    return _of(target).multiplied(left, right, epilogue, ends, target)
+    return _of(target).multiplied(left, right, *_ends(left, right, bias, out), target)
 
 
 def grouped(
@@ -93,11 +83,23 @@ def grouped(
 ) -> jax.Array:
     """The product of each group of rows by its matrix; zeros after the last group."""
     left, right = Operand.of(a, -1), Operand.of(b, -2)
-    m, n = left.data.shape[0], right.data.shape[-2]
-    alpha, ranks = alpha_of(left, right)
-    epilogue = Epilogue(out, alpha=ranks, tma_store=n * out.itemsize % _TMA == 0)
-    ends = jax.ShapeDtypeStruct((m, n), out), None, alpha
-    return _of(target).grouped(left, right, offsets, epilogue, ends, target)
+    return _of(target).grouped(left, right, offsets, *_ends(left, right, None, out), target)
+
+
+def _ends(
+    a: Operand, b: Operand, bias: jax.Array | None, out: np.dtype
+) -> tuple[Epilogue, tuple[Any, ...]]:
+    """What is done with accumulators, and what kernels take for it: the output, bias and alpha."""
+    m, n = a.data.shape[0], b.data.shape[-2]
+    alpha, ranks = alpha_of(a, b)
+    bias = None if bias is None else bias.astype(FLOAT32)
+    epilogue = Epilogue(
+        out,
+        bias=None if bias is None else FLOAT32,
+        alpha=ranks,
+        tma_store=n * out.itemsize % _TMA == 0,
+    )
+    return epilogue, (jax.ShapeDtypeStruct((m, n), out), bias, alpha)
 
 
 def _of(target: Target) -> ModuleType:

@@ -38,7 +38,7 @@ class Operand(NamedTuple):
 
     @classmethod
     def of(cls, x: ScaledArray | jax.Array, axis: int) -> Operand:
-        """Of an operand whose contraction is ``axis``."""
+        """The operand of an array whose contraction is ``axis``."""
         if not isinstance(x, ScaledArray):
             return cls(x, None, None, None, "compact")
         data, scale = x.data, x.scale
@@ -91,7 +91,8 @@ class Operand(NamedTuple):
 
 
 def alpha_of(a: Operand, b: Operand) -> tuple[Any, tuple[int, ...]]:
-    """What accumulators are multiplied by, as kernels take it, and the rank of each."""
+    """The global scales that accumulators are multiplied by, as kernels take them, and the rank of
+    each."""
     found = [x.scalar for x in (a, b) if x.scalar is not None]
     alpha = None if not found else found[0] if len(found) == 1 else tuple(found)
     return alpha, tuple(each.ndim for each in found)

@@ -29,34 +29,27 @@ def encoded(
     asked: tuple[Asked, ...],
     target: Target,
 ) -> list[tuple[jax.Array, jax.Array]]:
-    """Data and scales of ``x`` (..., M, K) along each of the axes that are ``asked`` for, as
-    ``formulas.encoded`` gives them, from one read of ``x``."""
+    """Data and scales of ``x`` (..., M, K) along each of the axes that are ``asked`` for, rows
+    first, as ``formulas.encoded`` gives them, from one read of ``x``."""
     request, format = _request(asked), asked[0].format
     matrix, batched = _as_matrices(x, request)
     config = _choose(matrix, request, target)
-    written: list[jax.ShapeDtypeStruct | None] = []
-    found = {each.axis: each for each in asked}
-    shapes = {
-        axis: output_shapes(
-            x.shape, format, axis, each.layout.name, k_major=each.k_major, batched=batched
-        )
-        for axis, each in found.items()
-    }
     kept = UINT8 if format.scale.nbytes == 1 else FLOAT32
-    for axis in (-1, -2):
-        if axis not in found:
-            written += [None, None]
-            continue
-        dtype = found[axis].layout.stored_dtype(kept)
-        written += [
-            jax.ShapeDtypeStruct(shapes[axis].lines, format.element.numpy_dtype),
-            jax.ShapeDtypeStruct(shapes[axis].flat, dtype),
-        ]
+    written: list[jax.ShapeDtypeStruct | None] = [None] * 4  # along rows, then along columns
+    shapes = []
+    for each in asked:
+        layout, first = each.layout, 2 * (each.axis == -2)
+        found = output_shapes(
+            x.shape, format, each.axis, layout.name, k_major=each.k_major, batched=batched
+        )
+        written[first] = jax.ShapeDtypeStruct(found.lines, format.element.numpy_dtype)
+        written[first + 1] = jax.ShapeDtypeStruct(found.flat, layout.stored_dtype(kept))
+        shapes.append(found.scale)
     numbers = asked[0].seed
     noise = None if numbers is None else (step, numbers.value, *numbers[2:])
-    parts = iter(target.launch(config, (matrix,), tuple(written), scalar, None, None, noise))
-    made = {axis: (next(parts), next(parts)) for axis in sorted(found, reverse=True)}
-    return [_shaped(x, made[each.axis], shapes[each.axis].scale, format) for each in asked]
+    parts = target.launch(config, (matrix,), tuple(written), scalar, None, None, noise)
+    pairs = zip(parts[::2], parts[1::2], strict=True)
+    return [_shaped(x, pair, shape, format) for pair, shape in zip(pairs, shapes, strict=True)]
 
 
 def global_scale(x: jax.Array, format: Format, target: Target) -> jax.Array:
@@ -74,8 +67,8 @@ def _request(asked: tuple[Asked, ...]) -> Request:
     first, *_ = asked
     return Request(
         first.format.name,
-        tuple(sorted((each.axis for each in asked), reverse=True)),
-        tuple(each.layout.name for each in sorted(asked, key=lambda each: -each.axis)),
+        tuple(each.axis for each in asked),
+        tuple(each.layout.name for each in asked),
         first.scale_rounding,
         first.nonfinite,
         k_major=first.k_major,

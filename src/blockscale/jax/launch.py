@@ -11,7 +11,7 @@ import jax
 
 from ..kernels.common.builders import describe_kernel
 
-__all__ = ["InPlace", "arguments_of", "launch"]
+__all__ = ["InPlace", "arguments_of", "launch", "strides_of"]
 
 
 class InPlace(NamedTuple):
@@ -69,6 +69,15 @@ def arguments_of(arguments: tuple[Any, ...]) -> tuple[list[Any], Any]:
     )
 
 
+def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of an array, whose elements lie one after another."""
+    strides, step = list[int](), 1
+    for size in reversed(shape):
+        strides.insert(0, step)
+        step *= size
+    return tuple(strides)
+
+
 @cache
 def _load_runtime() -> None:
     """Compiled host code finds the DSL's runtime among what the process has loaded."""
@@ -91,9 +100,6 @@ def _tensor(fake: Any, tensor: Any, shape: Sequence[int]) -> Any:
     ratio = fake.element_type.width // tensor.element_type.width
     if ratio > 1:
         shape = (*shape[:-1], shape[-1] // ratio)[: len(fake.shape)]
-    strides = [1]
-    for size in shape[:0:-1]:
-        strides.insert(0, strides[0] * size)
 
     def number(known: Any, value: int) -> Any:
         if isinstance(known, int):
@@ -103,7 +109,7 @@ def _tensor(fake: Any, tensor: Any, shape: Sequence[int]) -> Any:
 
     sizes, steps = (
         tuple(number(f, g) for f, g in zip(known, values, strict=True))
-        for known, values in ((fake.shape, shape), (fake.stride, strides[: len(shape)]))
+        for known, values in ((fake.shape, shape), (fake.stride, strides_of(shape)))
     )
     pointer = cute.recast_ptr(tensor.iterator, dtype=fake.element_type)
     made = cute.make_tensor(pointer, cute.make_layout(sizes, stride=steps))
