@@ -18,6 +18,7 @@ from sm90_inputs import FP32, WGMMA, assert_close
 
 import blockscale as bs
 from blockscale.kernels.common import runtime
+from blockscale.kernels.common.gpu import dram_rate
 from blockscale.ops import backends, gemm_sm90, gemm_sm100
 from blockscale.ops.gemm_kernels import products_on
 from stand_in import emulated, matrix
@@ -183,6 +184,7 @@ def test_the_kernels_of_a_device(monkeypatch, capability, found):
         asked.CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE: 2_619_000,
         asked.CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH: 5120,
     }
+    monkeypatch.setattr(driver, "cuInit", lambda flags: (0,))
     monkeypatch.setattr(driver, "cuDeviceGet", lambda index: (0, index))
     monkeypatch.setattr(driver, "cuDeviceGetAttribute", lambda what, device: (0, memory[what]))
     of_gpu = products_on(torch.device("cuda", 0))
@@ -194,6 +196,15 @@ def test_the_kernels_of_a_device(monkeypatch, capability, found):
     else:
         assert re.search("sm_120.*sm_90a, sm_100a and sm_103a", of_gpu)
     assert "the operands are on cpu" in products_on(torch.device("cpu"))
+
+
+def test_a_driver_that_does_not_answer(monkeypatch):
+    monkeypatch.setattr(driver, "cuInit", lambda flags: (0,))
+    monkeypatch.setattr(
+        driver, "cuDeviceGet", lambda index: (driver.CUresult.CUDA_ERROR_INVALID_DEVICE, 0)
+    )
+    with pytest.raises(RuntimeError, match="CUDA_ERROR_INVALID_DEVICE of device 3"):
+        dram_rate(3)
 
 
 def test_doctor(machine, monkeypatch):

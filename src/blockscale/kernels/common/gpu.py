@@ -87,12 +87,22 @@ def dram_rate(ordinal: int) -> float:
     line of the bus in a cycle."""
     from cuda.bindings import driver  # CuTe DSL needs it, too
 
-    driver.cuInit(0)  # which JAX or torch has done, as a rule
+    def answer(error: Any, *values: Any) -> Any:
+        if error:
+            raise RuntimeError(f"CUDA's driver says {error.name} of device {ordinal}")
+        return values[0] if values else None
+
     asked = driver.CUdevice_attribute
-    of = driver.cuDeviceGet(ordinal)[1]
-    kilohertz = driver.cuDeviceGetAttribute(asked.CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE, of)[1]
-    bits = driver.cuDeviceGetAttribute(asked.CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH, of)[1]
-    return 2 * kilohertz * 1e-6 * bits / 8
+    answer(*driver.cuInit(0))  # which JAX or torch has done, as a rule
+    device = answer(*driver.cuDeviceGet(ordinal))
+    kilohertz, bits = (
+        answer(*driver.cuDeviceGetAttribute(what, device))
+        for what in (
+            asked.CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE,
+            asked.CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH,
+        )
+    )
+    return float(2 * kilohertz * 1e-6 * bits / 8)
 
 
 # What products need of an architecture's own features, and what ptxas of CUDA 13.0 says of their
