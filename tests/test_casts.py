@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from blockscale import rounding
+from blockscale.arithmetic import IN_FP32, IN_FP64
 from blockscale.formats import E2M1, E2M3, E3M2, E4M3, E5M2, UE4M3, formats
 from oracles import exact, nvidia
 from oracles.casts import by_definition, by_torch, oracles
@@ -279,6 +280,24 @@ def test_multiply_and_divide_are_ieee():
         quotient = a / b
     ours = rounding.from_float32_bits(rounding.divide(magnitudes(a), magnitudes(b))).numpy()
     np.testing.assert_array_equal(ours, quotient)
+
+
+@pytest.mark.parametrize("name", ["add", "subtract", "multiply", "divide"])
+def test_fp32_in_fp64_is_ieee(name):
+    rng = np.random.default_rng(31)
+    a, b = random_bits(MILLION, 32), random_bits(MILLION, 33)
+    near = a.view(np.int32) + rng.integers(-(1 << 26), 1 << 26, len(a))  # what nearly cancels
+    near = near.astype(np.uint32).view(np.float32)
+    edge = np.array([0, 1e-45, 1.1754942e-38, 1.1754944e-38, 1, 3.4028235e38, np.inf, np.nan])
+    edge = np.concatenate((edge, -edge)).astype(np.float32)
+    a = np.concatenate((a, a, np.repeat(edge, len(edge)), rng.choice(edge, MILLION)))
+    b = np.concatenate((b, near, np.tile(edge, len(edge)), random_bits(MILLION, 34)))
+    with np.errstate(all="ignore"):
+        wanted = getattr(IN_FP32, name)(a, b)
+        found = IN_FP64.floats(getattr(IN_FP64, name)(*map(IN_FP64.of, (a, b))))
+    number = ~np.isnan(wanted)
+    np.testing.assert_array_equal(number, ~np.isnan(found))
+    np.testing.assert_array_equal(found.view(np.uint32)[number], wanted.view(np.uint32)[number])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -6,7 +6,7 @@ with this, through :mod:`blockscale.reference` or :mod:`blockscale.jax`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from .arrays import Array, bits_as, device_of, namespace
 from .formats import FP32, Format
@@ -21,7 +21,15 @@ from .rounding import (
     multiply,
 )
 
-__all__ = ["Choose", "decode_blocks", "encode_blocks", "finite_amax", "in_blocks", "store_scale"]
+__all__ = [
+    "Choose",
+    "decode_blocks",
+    "encode_blocks",
+    "finite_amax",
+    "in_blocks",
+    "spread_squares",
+    "store_scale",
+]
 
 #: Given finite magnitudes in blocks and the largest of each, as bits: codes of elements and scales.
 Choose = Callable[[Array, Array], tuple[Array, Array]]
@@ -109,6 +117,13 @@ def store_scale(code: Array, format: Format) -> Array:
         return from_float32_bits(code)
     xp = namespace(code)
     return bits_as(xp.astype(code, xp.uint8), format.scale.numpy_dtype)
+
+
+def spread_squares(scale: Array, format: Format, axis: int, shape: Sequence[int]) -> Array:
+    """Bytes of scales of squares, as the rows (``axis`` -1) or columns of a matrix have them."""
+    xp, other = namespace(scale), -3 - axis
+    spread = xp.repeat(scale, format.block_size, axis=other)
+    return spread[..., : shape[-2], :] if other == -2 else spread[..., : shape[-1]]
 
 
 def decode_blocks(

@@ -4,12 +4,14 @@ operands that are transformed alike is what it was."""
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .arrays import Array, namespace
+from .arithmetic import IN_FP32, Arithmetic
+from .arrays import Array, device_of, namespace
 from .checks import choose
 from .philox import random_bits
 from .seed import Numbers, Seed
@@ -87,7 +89,7 @@ class Hadamard:
         return [self.size, *(word - (word >> 63 << 64) for word in words)], None
 
     @classmethod
-    def of_op(cls, given: list[int] | None, step: Tensor | None) -> Hadamard | None:
+    def of_op(cls, given: Sequence[int] | None, step: Array | None) -> Hadamard | None:
         """The inverse of :meth:`for_op`; None of nothing."""
         if given is None:
             return None
@@ -117,7 +119,7 @@ def check_blocks(n: int, size: int, axis: int) -> None:
         )
 
 
-def transformed(x: Array, hadamard: Hadamard, axis: int) -> Array:
+def transformed(x: Array, hadamard: Hadamard, axis: int, arithmetic: Arithmetic = IN_FP32) -> Array:
     """fp32 of a float array, transformed along ``axis`` (-1 or -2).
 
     Bits are those of sums and differences in fp32, of elements that are 1, 2, 4, ... apart, and of
@@ -127,18 +129,18 @@ def transformed(x: Array, hadamard: Hadamard, axis: int) -> Array:
     """
     xp, size, n = namespace(x), hadamard.size, x.shape[axis]
     check_blocks(n, size, axis)
-    wide = xp.astype(x, xp.float32)
-    if axis == -2:
-        wide = xp.matrix_transpose(wide)
-    outer = tuple(wide.shape)
-    wide = wide.reshape((*outer[:-1], n // size, size)) * _factors(hadamard, x)
+    lines = arithmetic.of(xp.matrix_transpose(x) if axis == -2 else x)
+    outer = tuple(lines.shape)
+    factors = arithmetic.of(_factors(hadamard, x))
+    lines = arithmetic.multiply(lines.reshape((*outer[:-1], n // size, size)), factors)
     apart = 1
     while apart < size:
-        pairs = wide.reshape((*outer[:-1], n // (2 * apart), 2, apart))
+        pairs = lines.reshape((*outer[:-1], n // (2 * apart), 2, apart))
         one, two = pairs[..., 0, :], pairs[..., 1, :]
-        wide = xp.stack((one + two, one - two), axis=-2)
+        lines = xp.stack((arithmetic.add(one, two), arithmetic.subtract(one, two)), axis=-2)
         apart *= 2
-    wide = wide.reshape(outer) * float(np.float32(1 / math.sqrt(size)))
+    root = xp.full((), 1 / math.sqrt(size), dtype=xp.float32, device=device_of(x))
+    wide = arithmetic.floats(arithmetic.multiply(lines.reshape(outer), arithmetic.of(root)))
     return xp.matrix_transpose(wide) if axis == -2 else wide
 
 
@@ -146,7 +148,7 @@ def _factors(hadamard: Hadamard, x: Array) -> Array:
     """1 or -1 of each element of a block, fp32, where ``x`` is."""
     xp, size, signs = namespace(x), hadamard.size, hadamard.signs
     if isinstance(signs, Seed):
-        drawn = _drawn(signs, xp.empty(size, dtype=xp.float32, device=x.device))
+        drawn = _drawn(signs, xp.empty(size, dtype=xp.float32, device=device_of(x)))
         return xp.astype(1 - 2 * drawn, xp.float32)
     bits = np.array([-1.0 if signs >> i & 1 else 1.0 for i in range(size)], np.float32)
-    return xp.asarray(bits, device=x.device)
+    return xp.asarray(bits, device=device_of(x))

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 from .checks import check_flag, check_saved, choose
-from .formats import Format
+from .formats import Format, get_format
 from .hadamard import Hadamard
 
-__all__ = ["PLAIN", "SCALINGS", "Quantization", "check_eden", "check_scaling_of_weights"]
+__all__ = [
+    "PLAIN",
+    "SCALINGS",
+    "Quantization",
+    "check_eden",
+    "check_rounding",
+    "check_scaling",
+    "check_scaling_of_weights",
+    "check_square",
+]
 
 #: How a block's scale is chosen.
 SCALINGS = ("amax", "four_over_six", "search", "ms_eden")
@@ -130,13 +139,48 @@ class Quantization:
         return cls(**given)
 
 
-def check_eden(scaling: str, hadamard: Hadamard | None) -> None:
-    """ValueError for corrections of nothing."""
+def check_eden(scaling: str, hadamard: Hadamard | None, seeded: bool = True) -> None:
+    """ValueError for corrections of nothing, or that nothing rounds."""
     if scaling == "ms_eden" and (hadamard is None or hadamard.size < 16):
         raise ValueError(
             "scaling: 'ms_eden' corrects blocks that are transformed; give a "
             "hadamard=blockscale.Hadamard(128), or one of 16, 32 or 64"
         )
+    if scaling == "ms_eden" and not seeded:
+        raise ValueError("seed: got None, and scaling='ms_eden' rounds scales by it; pass one")
+
+
+def check_rounding(scaling: str, square: bool, seeded: bool) -> None:
+    """ValueError for a seed that rounds nothing, and for squares whose sides are corrected."""
+    if seeded and scaling in ("four_over_six", "search"):
+        raise ValueError(
+            f"seed: is given, and scaling={scaling!r} rounds to nearest; leave out one of them"
+        )
+    if square and scaling == "ms_eden":
+        raise ValueError(
+            "square, scaling: 'ms_eden' corrects blocks along one side of a square, and both sides "
+            "have its scale; leave out one of them"
+        )
+
+
+def check_scaling(scaling: str, format: Format) -> None:
+    """ValueError for unknown names, and for formats whose scales are not chosen so."""
+    choose("scaling", scaling, dict.fromkeys(SCALINGS))
+    if scaling != "amax" and not format.has_global_scale:
+        raise ValueError(
+            f"scaling: {scaling!r} is for scales of {get_format('nvfp4').scale.name}, "
+            f"{format.name!r} has {format.scale.name}; leave it out"
+        )
+
+
+def check_square(shape: Sequence[int], format: Format, grouped: bool) -> None:
+    """ValueError for what has no squares, or has them without being told."""
+    if format.block[0] > 1:
+        raise ValueError(f"square: blocks of {format.name!r} are squares; leave it out")
+    if grouped:
+        raise ValueError("square: groups of offsets would cut squares; leave out one of them")
+    if len(shape) < 2:
+        raise ValueError(f"square: x has shape {tuple(shape)}; a square needs rows and columns")
 
 
 PLAIN = Quantization()

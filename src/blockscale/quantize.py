@@ -111,9 +111,7 @@ def quantize(
     if hadamard is not None:
         check_hadamard(hadamard, x, axis, gather, offsets)
         transform, signs_step = hadamard.for_op()
-    check_eden(scaling, hadamard)
-    if scaling == "ms_eden" and seed is None:
-        raise ValueError("seed: got None, and scaling='ms_eden' rounds scales by it; pass one")
+    check_eden(scaling, hadamard, seed is not None)
     scalar = resolve_global_scale(
         *(global_scale, source, call.format, backend),
         per_matrix=True,

@@ -12,7 +12,7 @@ from .checks import check_flag, choose
 from .formats import NONFINITE, Format, get_format
 from .hadamard import Hadamard, check_blocks
 from .layouts import Layout, get_layout, layouts
-from .quantization import SCALINGS
+from .quantization import check_rounding, check_scaling, check_square
 from .remember import remembered
 from .seed import Seed
 from .stored import is_per_matrix
@@ -82,16 +82,7 @@ def check(
         raise ValueError(
             f"seed: its step is on {seed.step.device}, what is rounded on {x.device}; move it"
         )
-    if seed is not None and request.scaling in ("four_over_six", "search"):
-        raise ValueError(
-            f"seed: is given, and scaling={request.scaling!r} rounds to nearest; leave out one of "
-            "them"
-        )
-    if request.square and request.scaling == "ms_eden":
-        raise ValueError(
-            "square, scaling: 'ms_eden' corrects blocks along one side of a square, and both sides "
-            "have its scale; leave out one of them"
-        )
+    check_rounding(request.scaling, request.square, seed is not None)
     check_flag("pad", request.pad)  # here: to a cache True is 1
     check_flag("k_major", request.k_major)
     check_flag("square", request.square)
@@ -121,14 +112,9 @@ def check_call(
         names = ", ".join(str(d) for d in DTYPES)
         raise TypeError(f"x: got {dtype}; expected one of {names}: cast it first")
     _check_shape(shape, call, request.pad, grouped)
-    choose("scaling", request.scaling, dict.fromkeys(SCALINGS))
-    if request.scaling != "amax" and not call.format.has_global_scale:
-        raise ValueError(
-            f"scaling: {request.scaling!r} is for scales of {get_format('nvfp4').scale.name}, "
-            f"{call.format.name!r} has {call.format.scale.name}; leave it out"
-        )
+    check_scaling(request.scaling, call.format)
     if request.square:
-        _check_square(shape, call.format, grouped)
+        check_square(shape, call.format, grouped)
     return call
 
 
@@ -220,15 +206,6 @@ def _check_shape(shape: tuple[int, ...], call: Call, pad: bool, grouped: bool) -
                 f"layout: {layout.name!r} stores the scales of one matrix; x has shape "
                 f"{tuple(shape)}: flatten leading dimensions first, or keep 'compact'"
             )
-
-
-def _check_square(shape: tuple[int, ...], fmt: Format, grouped: bool) -> None:
-    if fmt.block[0] > 1:
-        raise ValueError(f"square: blocks of {fmt.name!r} are squares; leave it out")
-    if grouped:
-        raise ValueError("square: groups of offsets would cut squares; leave out one of them")
-    if len(shape) < 2:
-        raise ValueError(f"square: x has shape {tuple(shape)}; a square needs rows and columns")
 
 
 def _check_groups(shape: tuple[int, ...], fmt: Format) -> None:

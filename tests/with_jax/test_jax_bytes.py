@@ -79,7 +79,9 @@ def way(request, monkeypatch):
         monkeypatch.setattr(
             quantize,
             "default_global_scale",
-            lambda x, format: formulas.default_global_scale(formulas.largest_finite(x), format),
+            lambda x, step, asked: formulas.global_scale_of(
+                formulas.largest_finite(x, step, asked), asked
+            ),
         )
     return request.param
 

@@ -9,7 +9,9 @@ import jax.numpy as jnp
 
 from ..checks import check_axis, check_flag, choose
 from ..formats import FP8_BLOCK, NONFINITE, Format, get_format
+from ..hadamard import Hadamard, check_blocks
 from ..layouts import get_layout
+from ..quantization import check_eden, check_rounding, check_scaling, check_square
 from ..seed import Seed, numbers_of
 from .array import ScaledArray
 from .formulas import FLOATS, Asked
@@ -18,6 +20,7 @@ from .seeds import as_seed
 __all__ = [
     "Formats",
     "Request",
+    "check_hadamard",
     "check_out_dtype",
     "check_product",
     "check_quantize",
@@ -37,15 +40,21 @@ class Request(NamedTuple):
     pad: bool
     k_major: bool
     seed: int | Seed | None
+    square: bool
+    scaling: str
+    hadamard: Hadamard | None = None
 
 
 def check_quantize(x: Any, request: Request) -> Asked:
     """Raise TypeError or ValueError unless ``x`` can be quantized so."""
-    format, axis, scale_rounding, layout, nonfinite, pad, k_major, seed = request
+    format, axis, scale_rounding, layout, nonfinite, pad, k_major, seed, *_ = request
     kind, axis, stored = get_format(format), check_axis(axis), get_layout(layout)
     check_flag("pad", pad)
     check_flag("k_major", k_major)
+    check_flag("square", request.square)
     choose("nonfinite", nonfinite, dict.fromkeys(NONFINITE))
+    if isinstance(seed, bool) or not isinstance(seed, int | Seed | None):
+        raise TypeError(f"seed: got {seed!r}; expected an int, a Seed, or None for nearest even")
     rounding = kind.default_scale_rounding if scale_rounding is None else scale_rounding
     known = dict.fromkeys(kind.scale.roundings)
     choose(f"scale_rounding (of format {kind.name!r})", rounding, known)
@@ -72,10 +81,32 @@ def check_quantize(x: Any, request: Request) -> Asked:
             f"layout: {stored.name!r} does not hold scales of {kind.name!r} with shape {x.shape}; "
             "choose 'compact', or flatten leading dimensions into the rows"
         )
-    if isinstance(seed, bool) or not isinstance(seed, int | Seed | None):
-        raise TypeError(f"seed: got {seed!r}; expected an int, a Seed, or None for nearest even")
+    _check_further(x, kind, axis, request)
     numbers = None if seed is None else numbers_of(as_seed(seed), x.shape)._replace(step=0)
-    return Asked(kind, axis, rounding, stored, nonfinite, k_major, numbers)
+    transform = None if request.hadamard is None else tuple(request.hadamard.for_op()[0])
+    named = kind, axis, rounding, stored, nonfinite, k_major
+    return Asked(*named, numbers, request.square, request.scaling, transform)
+
+
+def _check_further(x: jax.Array, kind: Format, axis: int, request: Request) -> None:
+    """Of squares, scalings and transforms."""
+    square, scaling, hadamard, seeded = *request[-3:], request.seed is not None
+    check_rounding(scaling, square, seeded)
+    check_scaling(scaling, kind)
+    if square:
+        check_square(x.shape, kind, grouped=False)
+    check_hadamard(hadamard, x, axis)
+    check_eden(scaling, hadamard, seeded)
+
+
+def check_hadamard(hadamard: Any, x: jax.Array, axis: int) -> None:
+    """Raise TypeError unless it is a transform or None, ValueError where blocks do not divide."""
+    if not isinstance(hadamard, Hadamard | None):
+        raise TypeError(
+            f"hadamard: got {type(hadamard).__name__}; expected blockscale.Hadamard(...) or None"
+        )
+    if hadamard is not None:
+        check_blocks(x.shape[axis], hadamard.size, axis)
 
 
 def check_scaled(name: str, q: Any) -> None:

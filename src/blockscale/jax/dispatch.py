@@ -15,9 +15,9 @@ from ..formats import Format
 from ..kernels.cpu import xla as loops
 from ..layouts import get_layout
 from ..layouts.base import as_bytes
-from ..layouts.scales import swizzle_scale, unswizzle_scale
+from ..layouts.scales import unswizzle_scale
 from . import formulas, gpu_dequantize, gpu_quantize
-from .formulas import Asked, Stored
+from .formulas import Asked, Globally, Steps, Stored
 from .target import Target, current_target, fall_back
 from .varying import varies_as_given
 
@@ -35,53 +35,61 @@ __all__ = [
 
 
 def encoded(
-    x: jax.Array, scalar: jax.Array | None, step: jax.Array | None, *asked: Asked
+    x: jax.Array, scalar: jax.Array | None, steps: Steps, *asked: Asked
 ) -> list[tuple[jax.Array, jax.Array]]:
     """As ``formulas.encoded``, for each of the axes that are ``asked`` for."""
-    target = target_of("quantize", partial(gpu_quantize.unsupported, scalar, asked))
-    return _encoded(x, scalar, step, asked, target)
+    unsupported, first, target = (
+        partial(gpu_quantize.unsupported, scalar),
+        asked[0],
+        current_target(),
+    )
+    reason = "" if target is None or first.hadamard is None else unsupported(asked, target)
+    if reason and first.scaling != "ms_eden":  # a kernel may quantize what XLA transforms
+        fall_back("quantize", reason)
+        x = formulas.transformed(x, steps.signs, first)
+        asked = (first._replace(hadamard=None),)
+    target = target_of("quantize", partial(unsupported, asked))
+    return _encoded(x, scalar, steps, asked, target)
 
 
 @partial(jax.jit, static_argnums=(3, 4))
 def _encoded(
     x: jax.Array,
     scalar: jax.Array | None,
-    step: jax.Array | None,
+    steps: Steps,
     asked: tuple[Asked, ...],
     target: Target | None,
 ) -> list[tuple[jax.Array, jax.Array]]:
     def by_formulas(
-        x: jax.Array, scalar: jax.Array | None, step: jax.Array | None
+        x: jax.Array, scalar: jax.Array | None, steps: Steps
     ) -> list[tuple[jax.Array, jax.Array]]:
-        return [formulas.encoded(x, scalar, step, each) for each in asked]
+        return [formulas.encoded(x, scalar, steps, each) for each in asked]
 
     def by_loops(
-        x: jax.Array, scalar: jax.Array | None, step: None
+        x: jax.Array, scalar: jax.Array | None, steps: Steps
     ) -> list[tuple[jax.Array, jax.Array]]:
+        x = formulas.transformed(x, steps.signs, asked[0])
         return [_by_loops(x, scalar, each) for each in asked]
 
     def by_kernels(
-        target: Target, x: jax.Array, scalar: jax.Array | None, step: jax.Array | None
+        target: Target, x: jax.Array, scalar: jax.Array | None, steps: Steps
     ) -> list[tuple[jax.Array, jax.Array]]:
-        return gpu_quantize.encoded(x, scalar, step, asked, target)
+        return gpu_quantize.encoded(x, scalar, steps, asked, target)
 
-    looped = step is None and _takes(asked[0].format, scalar)
-    ways = {"cpu": by_loops} if looped else {}
+    looped = asked[0].seed is None and asked[0].scaling == "amax"
+    ways = {"cpu": by_loops} if looped and _takes(asked[0].blocked, scalar) else {}
     ways |= on_target(target, by_kernels)
-    return by_platform(ways, by_formulas)(x, scalar, step)
+    return by_platform(ways, by_formulas)(x, scalar, steps)
 
 
 def _by_loops(x: jax.Array, scalar: jax.Array | None, asked: Asked) -> tuple[jax.Array, jax.Array]:
     format, axis = asked.format, asked.axis
     how = {"scale_rounding": asked.scale_rounding, "nonfinite": asked.nonfinite}
-    data, scale = loops.quantize(x, format, axis=axis, global_scale=scalar, **how)
+    data, scale = loops.quantize(x, asked.blocked, axis=axis, global_scale=scalar, **how)
     if format.turned(axis, asked.k_major) and not format.turned(axis, False):
         data = jnp.swapaxes(data, -1, -2)
     scale = scale.view(format.scale.numpy_dtype)
-    return (
-        data.view(format.element.numpy_dtype),
-        swizzle_scale(scale, axis, asked.layout, None),
-    )
+    return data.view(format.element.numpy_dtype), formulas.placed(scale, x.shape, asked)
 
 
 def decoded(
@@ -127,23 +135,29 @@ def _decoded(
     return by_platform(ways, by_formulas)(data, scale, scalar)
 
 
-def global_scale(x: jax.Array, format: Format) -> jax.Array:
-    """The global scale of all of ``x``."""
-    return _global_scale(x, format, current_target())
+def global_scale(x: jax.Array, step: jax.Array | None, asked: Globally) -> jax.Array:
+    """The global scale of all of ``x``; ``step``: of a transform's signs."""
+    target = target_of("global_scale", partial(gpu_quantize.unsupported_global_scale, asked))
+    return _global_scale(x, step, asked, target)
 
 
-@partial(jax.jit, static_argnums=(1, 2))
-def _global_scale(x: jax.Array, format: Format, target: Target | None) -> jax.Array:
-    def by_formulas(x: jax.Array) -> jax.Array:
-        return formulas.default_global_scale(formulas.largest_finite(x), format)
+@partial(jax.jit, static_argnums=(2, 3))
+def _global_scale(
+    x: jax.Array, step: jax.Array | None, asked: Globally, target: Target | None
+) -> jax.Array:
+    def by_formulas(x: jax.Array, step: jax.Array | None) -> jax.Array:
+        return formulas.global_scale_of(formulas.largest_finite(x, step, asked), asked)
 
-    def by_kernels(target: Target, x: jax.Array) -> jax.Array:
-        return gpu_quantize.global_scale(x, format, target)
+    def by_kernels(target: Target, x: jax.Array, step: jax.Array | None) -> jax.Array:
+        return gpu_quantize.global_scale(x, step, asked, target)
 
-    by_loops = partial(loops.global_scale, format=format)
-    ways: dict[str, Callable[..., jax.Array]] = {"cpu": by_loops}
+    def by_loops(x: jax.Array, step: jax.Array | None) -> jax.Array:
+        return loops.global_scale(formulas.transformed(x, step, asked), asked.format)
+
+    # loops leave no room above the largest scale
+    ways: dict[str, Callable[..., jax.Array]] = {"cpu": by_loops} if asked.scaling == "amax" else {}
     ways |= on_target(target, by_kernels)
-    return by_platform(ways, by_formulas)(x)
+    return by_platform(ways, by_formulas)(x, step)
 
 
 def multiplied(

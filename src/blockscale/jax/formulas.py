@@ -13,8 +13,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..blocks import decode_blocks, encode_blocks, finite_amax, store_scale
+from .. import hadamard
+from ..arithmetic import IN_FP64
+from ..blocks import decode_blocks, encode_blocks, finite_amax, spread_squares, store_scale
 from ..formats import Format
+from ..hadamard import Hadamard
 from ..layouts import Layout, get_layout
 from ..layouts.scales import swizzle_scale, unswizzle_scale
 from ..philox import random_bits
@@ -26,17 +29,22 @@ from ..rounding import (
     pack,
     unpack,
 )
+from ..scaling import Scaling
 from ..seed import Numbers
 
 __all__ = [
     "FLOATS",
     "Asked",
+    "Globally",
+    "Steps",
     "Stored",
     "decoded",
-    "default_global_scale",
     "encoded",
+    "global_scale_of",
     "largest_finite",
+    "placed",
     "times",
+    "transformed",
 ]
 
 #: Names of dtypes that are quantized, and that results are rounded to.
@@ -48,6 +56,7 @@ class Asked(NamedTuple):
 
     Attributes:
         seed: elements are rounded stochastically so, in a step that is told beside.
+        hadamard: numbers of ``Hadamard.for_op``, whose step, too, is told beside.
     """
 
     format: Format
@@ -57,6 +66,39 @@ class Asked(NamedTuple):
     nonfinite: str
     k_major: bool
     seed: Numbers | None
+    square: bool
+    scaling: str
+    hadamard: tuple[int, ...] | None
+
+    @property
+    def blocked(self) -> Format:
+        """The format, with the blocks that have one scale."""
+        return self.format.squared if self.square else self.format
+
+    @property
+    def globally(self) -> Globally:
+        return Globally(self.format, self.scaling, self.hadamard, self.axis)
+
+
+class Globally(NamedTuple):
+    """How a global scale is found, by the names of :class:`Asked`."""
+
+    format: Format
+    scaling: str = "amax"
+    hadamard: tuple[int, ...] | None = None
+    axis: int = -1
+
+
+class Steps(NamedTuple):
+    """What seeds draw by, two words each (``seeds.steps_of``); None where nothing is drawn.
+
+    Attributes:
+        elements: of what is rounded stochastically.
+        signs: of a transform.
+    """
+
+    elements: jax.Array | None = None
+    signs: jax.Array | None = None
 
 
 class Stored(NamedTuple):
@@ -79,27 +121,59 @@ class Stored(NamedTuple):
 
 @partial(jax.jit, static_argnums=3)
 def encoded(
-    x: jax.Array, scalar: jax.Array | None, step: jax.Array | None, asked: Asked
+    x: jax.Array, scalar: jax.Array | None, steps: Steps, asked: Asked
 ) -> tuple[jax.Array, jax.Array]:
-    """Data and scales of ``x``, as they are stored; ``step``: as of ``seeds.step_words``."""
-    format, axis = asked.format, asked.axis
+    """Data and scales of ``x``, as they are stored."""
+    format, axis, noise = asked.format, asked.axis, None
     with jax.enable_x64(True):
-        noise = None
-        if asked.seed is not None and step is not None:
-            low, high = step.astype(jnp.int64)
-            noise = random_bits(asked.seed._replace(step=low | high << 32), x)
+        if asked.seed is not None:
+            numbers = asked.seed._replace(step=_joined(steps.elements))
+            noise = _turn(random_bits(numbers, x), axis == -2)
+        bits = None if scalar is None else _of_matrices(scalar, 4)
+        size = 0 if asked.hadamard is None else asked.hadamard[0]
+        scaling = Scaling(asked.scaling, size, axis == -2, IN_FP64)
         codes, scale = encode_blocks(
-            _turn(x, axis == -2),
-            format,
+            _turn(transformed(x, steps.signs, asked), axis == -2),
+            asked.blocked,
             scale_rounding=asked.scale_rounding,
             nonfinite=asked.nonfinite,
-            global_scale=None if scalar is None else _of_matrices(scalar, 4),
-            noise=None if noise is None else _turn(noise, axis == -2),
+            global_scale=bits,
+            noise=noise,
+            choose=scaling.chooser(asked.blocked, bits, noise),
         )
         data = pack(codes, format.element)
         data = _turn(data, axis == -2 and not format.turned(axis, asked.k_major))
-        stored = _turn(store_scale(scale, format), axis == -2)
-        return data, swizzle_scale(stored, axis, asked.layout, None)
+        return data, placed(_turn(store_scale(scale, format), axis == -2), x.shape, asked)
+
+
+def placed(scale: jax.Array, shape: tuple[int, ...], asked: Asked) -> jax.Array:
+    """Scales of blocks of an array of ``shape``, where they are stored."""
+    if asked.square:
+        scale = spread_squares(scale, asked.format, asked.axis, shape)
+    return swizzle_scale(scale, asked.axis, asked.layout, None)
+
+
+def transformed(x: jax.Array, step: jax.Array | None, asked: Asked | Globally) -> jax.Array:
+    """``x``, or what a transform before makes of it, fp32, with signs drawn in a step."""
+    return x if asked.hadamard is None else _transformed(x, step, asked.hadamard, asked.axis)
+
+
+@partial(jax.jit, static_argnums=(2, 3))
+def _transformed(
+    x: jax.Array, step: jax.Array | None, numbers: tuple[int, ...], axis: int
+) -> jax.Array:
+    with jax.enable_x64(True):
+        transform = Hadamard.of_op(numbers, _joined(step))
+        assert transform is not None
+        return hadamard.transformed(x, transform, axis, IN_FP64)
+
+
+def _joined(words: jax.Array | None) -> jax.Array | None:
+    """The 64 bits of two words."""
+    if words is None:
+        return None
+    low, high = words.astype(jnp.int64)
+    return low | high << 32
 
 
 @partial(jax.jit, static_argnums=3)
@@ -119,18 +193,19 @@ def decoded(
         return _turn(from_float32_bits(bits)[..., : shape[axis]], axis == -2)
 
 
-@jax.jit
-def largest_finite(x: jax.Array) -> jax.Array:
-    """The largest finite magnitude, fp32."""
+@partial(jax.jit, static_argnums=2)
+def largest_finite(x: jax.Array, step: jax.Array | None, asked: Globally) -> jax.Array:
+    """The largest finite magnitude of what is quantized, fp32; ``step``: of a transform's signs."""
+    x = transformed(x, step, asked)
     with jax.enable_x64(True):
         return finite_amax(x)
 
 
 @partial(jax.jit, static_argnums=1)
-def default_global_scale(amax: jax.Array, format: Format) -> jax.Array:
+def global_scale_of(amax: jax.Array, asked: Globally) -> jax.Array:
     """The global scale of an array whose largest finite magnitude is ``amax``."""
     with jax.enable_x64(True):
-        return global_scale_from_amax(amax, format)
+        return global_scale_from_amax(amax, asked.format, asked.scaling)
 
 
 @jax.jit

@@ -7,11 +7,15 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
+from ..checks import check_axis
 from ..formats import Format, get_format
+from ..hadamard import Hadamard
+from ..quantization import check_scaling
 from . import dispatch
 from .array import ScaledArray
-from .checks import check_scaled
-from .formulas import default_global_scale, largest_finite
+from .checks import check_hadamard, check_scaled
+from .formulas import Globally, global_scale_of, largest_finite
+from .seeds import steps_of
 
 __all__ = ["all_gather", "global_scale"]
 
@@ -61,20 +65,33 @@ def all_gather(q: ScaledArray, axis_name: str, dimension: int = -2) -> ScaledArr
     return replace(q, data=data, scale=scale, global_scale=scalar)
 
 
-def global_scale(x: jax.Array, format: str | Format, axis_name: str | None = None) -> jax.Array:
+def global_scale(
+    x: jax.Array,
+    format: str | Format,
+    axis_name: str | None = None,
+    *,
+    axis: int = -1,
+    hadamard: Hadamard | None = None,
+    scaling: str = "amax",
+) -> jax.Array:
     """The global scale of ``x``, or of all of its shards: ``amax / (448 * 6)`` in NVFP4.
 
     >>> q = bsj.quantize(x, "nvfp4", global_scale=bsj.global_scale(x, "nvfp4", "data"))
 
-    Raises ValueError for formats without one.
+    ``axis``, ``hadamard`` and ``scaling`` are those of :func:`quantize`. Raises ValueError for
+    formats without one.
     """
-    kind = get_format(format)
+    kind, axis = get_format(format), check_axis(axis)
     if not kind.has_global_scale:
         raise ValueError(f"format: {kind.name!r} has no global scale")
-    x = jax.lax.stop_gradient(x)
+    check_scaling(scaling, kind)
+    check_hadamard(hadamard, x, axis)
+    numbers = None if hadamard is None else tuple(hadamard.for_op()[0])
+    asked = Globally(kind, scaling, numbers, axis)
+    x, step = jax.lax.stop_gradient(x), steps_of(None, hadamard).signs
     if axis_name is None:
-        return dispatch.global_scale(x, kind)
-    return default_global_scale(jax.lax.pmax(largest_finite(x), axis_name), kind)
+        return dispatch.global_scale(x, step, asked)
+    return global_scale_of(jax.lax.pmax(largest_finite(x, step, asked), axis_name), asked)
 
 
 def _place(dimension: int, turned: bool) -> int:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import jax
 
 from ..dtypes import FLOAT32, INT32, UINT8
@@ -9,10 +12,10 @@ from ..formats import Format
 from ..kernels.quantizers.config import AmaxConfig, Config, Request, choose_config
 from ..kernels.quantizers.output_shapes import output_shapes
 from ..kernels.quantizers.refusals import why_not
-from .formulas import Asked
+from .formulas import Asked, Globally, Steps
 from .target import Target
 
-__all__ = ["encoded", "global_scale", "unsupported"]
+__all__ = ["encoded", "global_scale", "unsupported", "unsupported_global_scale"]
 
 
 def unsupported(scalar: jax.Array | None, asked: tuple[Asked, ...], target: Target) -> str:
@@ -22,10 +25,15 @@ def unsupported(scalar: jax.Array | None, asked: tuple[Asked, ...], target: Targ
     return why_not(_request(asked), target.gpu.arch)
 
 
+def unsupported_global_scale(asked: Globally, target: Target) -> str:
+    """Why kernels cannot find a global scale so; empty where they can."""
+    return why_not(_request_globally(asked)._replace(scaling="amax"), target.gpu.arch)
+
+
 def encoded(
     x: jax.Array,
     scalar: jax.Array | None,
-    step: jax.Array | None,
+    steps: Steps,
     asked: tuple[Asked, ...],
     target: Target,
 ) -> list[tuple[jax.Array, jax.Array]]:
@@ -45,27 +53,53 @@ def encoded(
         written[first] = jax.ShapeDtypeStruct(found.lines, format.element.numpy_dtype)
         written[first + 1] = jax.ShapeDtypeStruct(found.flat, layout.stored_dtype(kept))
         shapes.append(found.scale)
-    numbers = asked[0].seed
-    noise = None if numbers is None else (step, numbers.value, *numbers[2:])
-    parts = target.launch(config, (matrix,), tuple(written), scalar, None, None, noise)
+    numbers, applied = asked[0].seed, _signs(asked[0], steps.signs)
+    if numbers is not None:
+        applied = steps.elements, numbers.value, *numbers[2:], *applied
+    parts = target.launch(config, (matrix,), tuple(written), scalar, None, None, applied or None)
     pairs = zip(parts[::2], parts[1::2], strict=True)
     return [_shaped(x, pair, shape, format) for pair, shape in zip(pairs, shapes, strict=True)]
 
 
-def global_scale(x: jax.Array, format: Format, target: Target) -> jax.Array:
-    """The global scale of all of ``x``."""
-    request = Request(format.name, axes=(), layouts=())
+def global_scale(
+    x: jax.Array, step: jax.Array | None, asked: Globally, target: Target
+) -> jax.Array:
+    """The global scale of all of ``x``; ``step``: of a transform's signs."""
+    request = _request_globally(asked)._replace(axes=(), layouts=(), scaling="amax")
     matrix = x.reshape(-1, x.shape[-1])
     config = _choose(matrix, request, target)
     assert isinstance(config, AmaxConfig)
+    config = replace(config, along=asked.axis, room=asked.scaling != "amax")
     words = (config.partials(*matrix.shape),)
     partials, scalar = jax.ShapeDtypeStruct(words, INT32), jax.ShapeDtypeStruct((), FLOAT32)
-    return target.launch(config, (matrix,), partials, scalar, None, None)[1]
+    signs = _signs(asked, step) or None
+    return target.launch(config, (matrix,), partials, scalar, None, signs)[1]
+
+
+def _signs(asked: Asked | Globally, step: jax.Array | None) -> tuple[Any, ...]:
+    """What a kernel takes of a transform: its bits, or a step and the value that draw them."""
+    if asked.hadamard is None:
+        return ()
+    _, *words = asked.hadamard
+    return (*words,) if step is None else (step, *words)
+
+
+def _request_globally(asked: Globally) -> Request:
+    request = Request(asked.format.name, (asked.axis,), scaling=asked.scaling)
+    return _transforming(request, asked.hadamard)
+
+
+def _transforming(request: Request, hadamard: tuple[int, ...] | None) -> Request:
+    """The same request, with a transform before."""
+    if hadamard is None:
+        return request
+    size, *words = hadamard
+    return request._replace(hadamard=size, draws_signs=len(words) == 1)
 
 
 def _request(asked: tuple[Asked, ...]) -> Request:
     first, *_ = asked
-    return Request(
+    request = Request(
         first.format.name,
         tuple(each.axis for each in asked),
         tuple(each.layout.name for each in asked),
@@ -74,7 +108,10 @@ def _request(asked: tuple[Asked, ...]) -> Request:
         k_major=first.k_major,
         stochastic=first.seed is not None,
         fours=first.seed is None or first.seed.fours,
+        square=first.square,
+        scaling=first.scaling,
     )
+    return _transforming(request, first.hadamard)
 
 
 def _as_matrices(x: jax.Array, request: Request) -> tuple[jax.Array, bool]:

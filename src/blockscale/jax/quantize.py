@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..formats import Format
+from ..hadamard import Hadamard
 from ..seed import Seed
 from .array import ScaledArray
 from .checks import Request, check_quantize, check_scaled
 from .dispatch import encoded
 from .dispatch import global_scale as default_global_scale
-from .formulas import Asked
-from .seeds import step_words
+from .formulas import Asked, Steps
+from .seeds import steps_of
 
 __all__ = ["dequantize", "quantize", "quantize_both"]
 
@@ -31,6 +32,9 @@ def quantize(
     global_scale: jax.Array | float | None = None,
     pad: bool = False,
     seed: int | Seed | None = None,
+    square: bool = False,
+    hadamard: Hadamard | None = None,
+    scaling: str = "amax",
     k_major: bool = False,
 ) -> ScaledArray:
     """Quantize ``x`` (..., M, K) in blocks along ``axis``: the bytes of torch's side.
@@ -53,17 +57,22 @@ def quantize(
         seed: round elements stochastically, by the bits that this seed has everywhere. Of a
             :class:`blockscale.Seed`, the step may be an int32, uint32 or int64 array (), which may
             be traced.
+        square: one scale for each square of elements, of 16 x 16 in NVFP4, 32 x 32 in MXFP8, so
+            that both axes have the same elements.
+        hadamard: transform ``x`` along ``axis`` before, in fp32: a :class:`blockscale.Hadamard`,
+            the same for both operands of a product. The step that draws its signs may be traced.
+        scaling: of NVFP4, how a block's scale is chosen, see :class:`blockscale.Quantization`.
         k_major: store 8-bit columns with the contraction contiguous.
 
     Raises TypeError or ValueError, with the remedy, when it is traced. There is no gradient:
     :func:`linear` is the differentiable way. Source: OCP MX v1.0 section 6.3 with the scale rounded
     up (arXiv 2506.08027).
     """
-    request = Request(format, axis, scale_rounding, layout, nonfinite, pad, k_major, seed)
-    asked = check_quantize(x, request)
-    x = jax.lax.stop_gradient(x)
-    scalar = _global_scale(x, asked.format, global_scale)
-    (quantized,) = _quantized(x, scalar, step_words(seed), asked)
+    how = scale_rounding, layout, nonfinite, pad, k_major, seed, square, scaling, hadamard
+    asked = check_quantize(x, Request(format, axis, *how))
+    x, steps = jax.lax.stop_gradient(x), steps_of(seed, hadamard)
+    scalar = _global_scale(x, global_scale, steps, asked)
+    (quantized,) = _quantized(x, scalar, steps, asked)
     return quantized
 
 
@@ -76,6 +85,8 @@ def quantize_both(
     global_scale: jax.Array | float | None = None,
     pad: bool = False,
     seed: int | Seed | None = None,
+    square: bool = False,
+    scaling: str = "amax",
     k_major: bool = False,
 ) -> tuple[ScaledArray, ScaledArray]:
     """``x`` (..., M, K) quantized along rows (axis -1) and along columns (axis -2), both from high
@@ -83,14 +94,14 @@ def quantize_both(
 
     >>> rows, columns = bsj.quantize_both(jnp.ones((256, 512)), "mxfp8")
 
-    Takes the arguments of :func:`quantize`. Returns the arrays along -1 and along -2; raises as
-    that does.
+    Takes the arguments of :func:`quantize` but ``hadamard``. Returns the arrays along -1 and along
+    -2; raises as that does.
     """
-    how = scale_rounding, "compact", nonfinite, pad, k_major, seed
+    how = scale_rounding, "compact", nonfinite, pad, k_major, seed, square, scaling
     both = [check_quantize(x, Request(format, axis, *how)) for axis in (-1, -2)]
-    x = jax.lax.stop_gradient(x)
-    scalar = _global_scale(x, both[0].format, global_scale)
-    rows, columns = _quantized(x, scalar, step_words(seed), *both)
+    x, steps = jax.lax.stop_gradient(x), steps_of(seed)
+    scalar = _global_scale(x, global_scale, steps, both[0])
+    rows, columns = _quantized(x, scalar, steps, *both)
     return rows, columns
 
 
@@ -108,15 +119,16 @@ def dequantize(q: ScaledArray, dtype: Any = None) -> jax.Array:
 
 
 def _global_scale(
-    x: jax.Array, format: Format, given: jax.Array | float | None
+    x: jax.Array, given: jax.Array | float | None, steps: Steps, asked: Asked
 ) -> jax.Array | None:
     """The global scale that is given, or that of all of ``x``; None of formats without."""
+    format = asked.format
     if not format.has_global_scale:
         if given is not None:
             raise ValueError(f"global_scale: {format.name!r} has none; leave it out")
         return None
     if given is None:
-        return default_global_scale(x, format)
+        return default_global_scale(x, steps.signs, asked.globally)
     scalar = jnp.asarray(given, jnp.float32)
     if scalar.shape != x.shape[:-2]:
         if scalar.size != 1:
@@ -129,9 +141,9 @@ def _global_scale(
 
 
 def _quantized(
-    x: jax.Array, scalar: jax.Array | None, step: jax.Array | None, *asked: Asked
+    x: jax.Array, scalar: jax.Array | None, steps: Steps, *asked: Asked
 ) -> list[ScaledArray]:
-    parts = encoded(x, scalar, step, *asked)
+    parts = encoded(x, scalar, steps, *asked)
     return [_wrapped(x, scalar, *pair, each) for pair, each in zip(parts, asked, strict=True)]
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
+from ..hadamard import Hadamard
 from ..seed import Seed
+from .formulas import Steps
 
-__all__ = ["as_seed", "step_words"]
+__all__ = ["as_seed", "steps_of"]
 
 _WORD = 0xFFFFFFFF
 
@@ -16,12 +20,16 @@ def as_seed(seed: int | Seed) -> Seed:
     return seed if isinstance(seed, Seed) else Seed(seed)
 
 
-def step_words(seed: int | Seed | None) -> jax.Array | None:
-    """The 64 bits of a seed's step as two uint32, the lower one first, as JAX has 64 bits switched
-    off; None where nothing is rounded stochastically."""
-    if seed is None:
+def steps_of(seed: int | Seed | None, hadamard: Hadamard | None = None) -> Steps:
+    """What a seed, and the one of a transform's signs, draw by: two uint32 each, the lower one
+    first, as JAX has 64 bits switched off."""
+    signs = None if hadamard is None else hadamard.for_op()[1]
+    return Steps(_words(None if seed is None else as_seed(seed).step), _words(signs))
+
+
+def _words(step: Any) -> jax.Array | None:
+    if step is None:
         return None
-    step = as_seed(seed).step
     if isinstance(step, int):
         return jnp.asarray([step & _WORD, step >> 32 & _WORD], jnp.uint32)
     low = jnp.asarray(step)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
+from ..blocks import spread_squares
 from ..formats import Format, get_format, padded_groups
 from ..hadamard import Hadamard, transformed
 from ..kernels.common.gpu import Unsupported
@@ -328,9 +329,7 @@ def _of_groups(
 
 def _repeated(scale: Tensor, fmt: Format, axis: int, shape: torch.Size) -> Tensor:
     """Scales of squares, as rows or columns of a matrix have them."""
-    other = -3 - axis
-    octets = as_bytes(scale).repeat_interleave(fmt.block_size, other)
-    return octets.narrow(other, 0, shape[other]).contiguous().view(scale.dtype)
+    return spread_squares(as_bytes(scale), fmt, axis, shape).contiguous().view(scale.dtype)
 
 
 def written_layouts(fmt: Format, layouts: tuple[str, ...]) -> tuple[str, ...]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..blocks import decode_blocks, encode_blocks, finite_amax, in_blocks, store_scale
+from ..blocks import decode_blocks, encode_blocks, finite_amax, store_scale
 from ..formats import GROUP_TILE, Format, padded_groups
 from ..philox import random_bits
 from ..rounding import (
@@ -18,19 +18,10 @@ from ..rounding import (
     pack,
     unpack,
 )
+from ..scaling import Scaling
 from ..seed import Numbers
-from .scaling import Blocks, least_error, ms_eden
 
 __all__ = ["apart_position", "dequantize", "global_scale", "quantize"]
-
-
-class Scaling(NamedTuple):
-    """How scales of blocks are chosen, of blocks of ``rotated`` elements that were transformed;
-    ``turned``: of columns, taken for rows."""
-
-    name: str
-    rotated: int
-    turned: bool
 
 
 def quantize(
@@ -94,17 +85,8 @@ def quantize(
 def _quantize_blocks(
     x: Tensor, format: Format, noise: Tensor | None, scaling: Scaling, **how: Any
 ) -> tuple[Tensor, Tensor]:
-    if scaling.name == "amax":
-        return encode_blocks(x, format, noise=noise, **how)
-
-    def choose(finite: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
-        drawn = None if noise is None else in_blocks(noise, format)
-        blocks = Blocks(finite, amax, format, how["global_scale"], drawn, scaling.turned)
-        if scaling.name == "ms_eden":
-            return ms_eden(blocks, scaling.rotated)
-        return least_error(blocks, scaling.name)
-
-    return encode_blocks(x, format, choose=choose, **how)
+    choose = scaling.chooser(format, how["global_scale"], noise)
+    return encode_blocks(x, format, noise=noise, choose=choose, **how)
 
 
 def _move_apart(

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""The better of two scales of a block: ``reference.scaling.four_over_six``."""
+"""The better of two scales of a block: ``scaling.least_error``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 """Quantize rows of NVFP4 whose blocks take the best of several scales, tile by tile.
 
-As ``reference.scaling.least_error``: sums of squares are of pairs side by side, then of pairs of
+As ``scaling.least_error``: sums of squares are of pairs side by side, then of pairs of
 these. Blocks that fp32 arithmetic may get wrong (tiny ones, and those with a NaN or an infinity)
 are counted only.
 """

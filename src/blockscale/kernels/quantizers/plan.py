@@ -141,8 +141,7 @@ def _alone(request: Request) -> list[tuple[str, str]]:
         "gather": request.gather,
         f"producer {request.producer}": request.producer != "load",
     }
-    found = [(one, other) for one in asked if asked[one] for other in given if given[other]]
-    return found + [("square", "hadamard")] * (request.square and request.hadamard > 0)
+    return [(one, other) for one in asked if asked[one] for other in given if given[other]]
 
 
 def as_matrix(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, int, int] | None:

@@ -31,6 +31,8 @@ def _why_not_transform(request: Request) -> str:
     format = request.fmt
     if not request.hadamard:
         return ""
+    if request.square:
+        return "square: no kernel takes it with hadamard; leave out one of them"
     if format.block[0] > 1:
         return f"hadamard: no kernel transforms before it has blocks of {format.name}"
     if -2 in request.axes and format.element.bits == 8:
