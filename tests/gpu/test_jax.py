@@ -57,6 +57,35 @@ def test_quantize(name, axis, dtype):
         assert torch.equal(octets(values), octets(expected.dequantize()))
 
 
+EDEN = {"scaling": "ms_eden", "seed": 7}
+FURTHER = [
+    ("nvfp4", {"square": True, "seed": 3}),
+    ("mxfp8", {"square": True, "axis": -2}),
+    ("nvfp4", {"hadamard": bs.Hadamard(16, 0xACE1)}),
+    ("mxfp4", {"hadamard": bs.Hadamard(128), "axis": -2, "seed": 5}),
+    ("nvfp4", {"scaling": "four_over_six"}),
+    ("nvfp4", {"scaling": "four_over_six", "square": True}),
+    ("nvfp4", {"hadamard": bs.Hadamard(128, 5), **EDEN}),
+]
+
+
+@pytest.mark.parametrize(("name", "how"), FURTHER)
+def test_squares_transforms_and_scalings(name, how):
+    x, y = normal(256, 384)
+    got = jax.jit(lambda y: bsj.quantize(y, name, **how))(y)
+    assert_same(got, bs.quantize(x, name, **how))
+
+
+def test_signs_of_a_traced_step():
+    x, y = normal(256, 384)
+    quantize = jax.jit(
+        lambda y, step: bsj.quantize(y, "nvfp4", hadamard=bs.Hadamard(16, bsj.Seed(7, step)))
+    )
+    for step in (0, -5):
+        expected = bs.quantize(x, "nvfp4", hadamard=bs.Hadamard(16, bs.Seed(7, step)))
+        assert_same(quantize(y, jnp.int32(step)), expected)
+
+
 def test_both_axes_from_one_read():
     x, y = normal(256, 512)
     for got, expected in zip(

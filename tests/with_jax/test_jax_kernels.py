@@ -26,6 +26,14 @@ from stand_in import emulated as emulated_torch
 pytestmark = pytest.mark.kernels
 
 ARCHS = ("sm_90a", "sm_100a")
+EDEN = {"scaling": "ms_eden", "seed": 7}
+
+
+def drawn(size):
+    """A transform whose signs a kernel draws."""
+    return bs.Hadamard(size, bsj.Seed(-9, jnp.int32(4)))
+
+
 QUANTIZED = [  # shape, dtype, and how
     ((24, 160), "bfloat16", {"format": "mxfp8"}),
     ((24, 96), "float32", {"format": "mxfp8_e5m2", "scale_rounding": "floor"}),
@@ -42,6 +50,18 @@ QUANTIZED = [  # shape, dtype, and how
     ((24, 96), "bfloat16", {"format": "mxfp8", "seed": 7}),
     ((2, 32, 36), "float32", {"format": "mxfp4", "axis": -2, "seed": bsj.Seed(-3, step=-2)}),
     ((16, 64), "bfloat16", {"format": "nvfp4", "seed": bsj.Seed(1, 2, (3, 5), (20, 71))}),
+    ((32, 64), "bfloat16", {"format": "nvfp4", "square": True, "seed": 3}),
+    ((40, 96), "float32", {"format": "mxfp8", "square": True, "axis": -2, "pad": True}),
+    ((16, 96), "bfloat16", {"format": "nvfp4", "hadamard": bs.Hadamard(16, 0xACE1)}),
+    ((128, 24), "bfloat16", {"format": "mxfp4", "axis": -2, "hadamard": drawn(128), "seed": 5}),
+    ((32, 80), "bfloat16", {"format": "nvfp4", "axis": -2, "hadamard": bs.Hadamard(32)}),
+    ((24, 96), "bfloat16", {"format": "nvfp4", "scaling": "four_over_six"}),
+    ((16, 96), "float32", {"format": "nvfp4", "scaling": "four_over_six", "square": True}),
+    ((8, 128), "bfloat16", {"format": "nvfp4", "hadamard": drawn(16), **EDEN}),
+]
+APART = [  # what XLA transforms, and a kernel quantizes
+    ({"format": "mxfp8", "axis": -2, "hadamard": bs.Hadamard(16)}, "columns of 8-bit elements"),
+    ({"format": "nvfp4", "square": True, "hadamard": bs.Hadamard(16)}, "square: no kernel"),
 ]
 
 
@@ -75,6 +95,25 @@ def test_quantize(shape, dtype, how, arch):
         jax.block_until_ready(got)
     assert launched
     assert_same(got, expected)
+
+
+@pytest.mark.parametrize(("how", "reason"), APART)
+def test_transformed_by_xla(how, reason, monkeypatch):
+    monkeypatch.setattr(target, "_warned", set())
+    x = nasty((32, 64), "bfloat16")
+    expected = bsj.quantize(x, **how)
+    quantize = jax.jit(lambda x: bsj.quantize(x, **how))
+    with emulated("sm_90a") as launched, pytest.warns(bs.FallbackWarning, match=reason):
+        got = jax.block_until_ready(quantize(x))
+    assert launched
+    assert_same(got, expected)
+
+
+def test_kernels_do_not_search(monkeypatch):
+    monkeypatch.setattr(target, "_warned", set())
+    quantize = partial(bsj.quantize, format="nvfp4", scaling="search")
+    with emulated("sm_90a"), pytest.warns(bs.FallbackWarning, match="no GPU kernel tries so many"):
+        jax.eval_shape(quantize, jnp.ones((16, 64)))
 
 
 @pytest.mark.parametrize("arch", ARCHS)

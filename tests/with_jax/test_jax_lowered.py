@@ -119,6 +119,7 @@ arch, folder, least = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 os.environ.update(CUTE_DSL_ARCH=arch, CUTE_DSL_KEEP_PTX="1", CUTE_DSL_DUMP_DIR=str(folder))
 import cutlass.jax, jax, jax.export, jax.numpy as jnp
 import blockscale.jax as bsj
+from blockscale import Hadamard
 from blockscale.emulator.host.hostcode import settings
 from blockscale.jax import launch
 from blockscale.kernels.common.builders import build_kernel
@@ -135,6 +136,15 @@ def columns(x, w):
     back = [bsj.dequantize(each) for each in bsj.quantize_both(x, "mxfp8", pad=True)]
     back += [bsj.dequantize(bsj.quantize(w, "nvfp4", axis=-2, seed=1))]
     return back, bsj.dequantize(bsj.quantize(x, "mxfp4", layout="tcgen05", pad=True), jnp.float16)
+
+def further(x, w):  # of three shapes, as files of PTX are named by these
+    drawn = Hadamard(32, bsj.Seed(3, jnp.int32(5)))
+    eden = {"scaling": "ms_eden", "seed": 1, "hadamard": Hadamard(16, 5)}
+    return (
+        bsj.quantize(x, "nvfp4", -2, hadamard=drawn, seed=2),
+        bsj.quantize(w, "nvfp4", **eden),
+        bsj.quantize_both(w[:16], "nvfp4", square=True, scaling="four_over_six"),
+    )
 
 warnings.simplefilter("ignore")  # of FP8 on Blackwell
 configs, describe, seen = [], launch.describe_kernel, set()
@@ -159,6 +169,7 @@ for name, function, x, w in (
     ("fp8 by 4", of("fp8_1x128", "mxfp4"), (40, 384), (72, 384)),
     ("columns", columns, (96, 40), (2, 48, 36)),
     ("groups", groups, (128, 256), (8, 96, 256)),
+    ("further", further, (96, 64), (32, 64)),
 ):
     configs.clear()
     ours = into(name)
@@ -177,7 +188,7 @@ assert len(seen) >= least, len(seen)
 """
 
 
-@pytest.mark.parametrize(("arch", "least"), [("sm_90a", 24), ("sm_100a", 16)])
+@pytest.mark.parametrize(("arch", "least"), [("sm_90a", 30), ("sm_100a", 22)])
 def test_same_code(arch, least, tmp_path):
     """What JAX runs is what torch runs: the PTX of each kernel, line by line."""
     command = [sys.executable, "-c", SAME_CODE, arch, str(tmp_path), str(least)]
