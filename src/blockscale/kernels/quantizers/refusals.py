@@ -14,6 +14,8 @@ def why_not(request: Request, arch: str) -> str:
     format = request.fmt
     if arch not in GPUS:
         return f"architecture {arch}: {no_kernels(arch, GPUS)}"
+    if reason := _why_not_together(request):
+        return reason
     if format.element.bits == 6:
         return f"format {format.name}: no kernel packs 6-bit elements"
     for layout in request.layouts:
@@ -24,6 +26,26 @@ def why_not(request: Request, arch: str) -> str:
     if request.square and format.block[0] > 1:
         return f"square: blocks of {format.name} are squares; leave it out"
     return _why_not_transform(request) or _why_not_scaling(request)
+
+
+def _why_not_together(request: Request) -> str:
+    """Some arguments only kernels of one plain matrix or batch take."""
+    asked = {
+        "seed": request.stochastic,
+        "hadamard": request.hadamard > 0,
+        "square": request.square,
+        "scaling": request.scaling != "amax",
+    }
+    given = {
+        "offsets": request.grouped,
+        "gather": request.gather,
+        f"producer {request.producer}": request.producer != "load",
+    }
+    found = [(one, other) for one in asked if asked[one] for other in given if given[other]]
+    found += [("square", "hadamard")] * (request.square and request.hadamard > 0)
+    for argument, other in found:
+        return f"{argument}: no kernel takes it with {other}; leave out one of them"
+    return ""
 
 
 def _why_not_transform(request: Request) -> str:
