@@ -15,9 +15,10 @@ from ..formats import Format
 from ..kernels.cpu import xla as loops
 from ..layouts import get_layout
 from ..layouts.base import as_bytes
-from ..layouts.scales import swizzle_scale, unswizzle_scale
+from ..layouts.scales import unswizzle_scale
 from . import formulas, gpu_dequantize, gpu_quantize
 from .formulas import Asked, Stored
+from .groups import as_stored, moved_apart
 from .target import Target, current_target, fall_back
 from .varying import varies_as_given
 
@@ -35,53 +36,64 @@ __all__ = [
 
 
 def encoded(
-    x: jax.Array, scalar: jax.Array | None, step: jax.Array | None, *asked: Asked
+    x: jax.Array,
+    scalar: jax.Array | None,
+    step: jax.Array | None,
+    *asked: Asked,
+    offsets: jax.Array | None = None,
 ) -> list[tuple[jax.Array, jax.Array]]:
     """As ``formulas.encoded``, for each of the axes that are ``asked`` for."""
-    target = target_of("quantize", partial(gpu_quantize.unsupported, scalar, asked))
-    return _encoded(x, scalar, step, asked, target)
+    if all(each.axis == -1 and not each.layout.spreads for each in asked):
+        offsets = None  # groups of rows move no scale
+    grouped = offsets is not None
+    target = target_of("quantize", partial(gpu_quantize.unsupported, scalar, asked, grouped))
+    return _encoded(x, scalar, step, offsets, asked, target)
 
 
-@partial(jax.jit, static_argnums=(3, 4))
+@partial(jax.jit, static_argnums=(4, 5))
 def _encoded(
     x: jax.Array,
     scalar: jax.Array | None,
     step: jax.Array | None,
+    offsets: jax.Array | None,
     asked: tuple[Asked, ...],
     target: Target | None,
 ) -> list[tuple[jax.Array, jax.Array]]:
-    def by_formulas(
-        x: jax.Array, scalar: jax.Array | None, step: jax.Array | None
-    ) -> list[tuple[jax.Array, jax.Array]]:
-        return [formulas.encoded(x, scalar, step, each) for each in asked]
+    def by_formulas(*given: Any) -> list[tuple[jax.Array, jax.Array]]:
+        return [formulas.encoded(*given, each) for each in asked]
 
     def by_loops(
-        x: jax.Array, scalar: jax.Array | None, step: None
+        x: jax.Array, scalar: jax.Array | None, step: None, offsets: jax.Array | None
     ) -> list[tuple[jax.Array, jax.Array]]:
-        return [_by_loops(x, scalar, each) for each in asked]
+        return [_by_loops(x, scalar, offsets, each) for each in asked]
 
     def by_kernels(
-        target: Target, x: jax.Array, scalar: jax.Array | None, step: jax.Array | None
+        target: Target,
+        x: jax.Array,
+        scalar: jax.Array | None,
+        step: jax.Array | None,
+        offsets: jax.Array | None,
     ) -> list[tuple[jax.Array, jax.Array]]:
-        return gpu_quantize.encoded(x, scalar, step, asked, target)
+        return gpu_quantize.encoded(x, scalar, step, offsets, asked, target)
 
     looped = step is None and _takes(asked[0].format, scalar)
     ways = {"cpu": by_loops} if looped else {}
     ways |= on_target(target, by_kernels)
-    return by_platform(ways, by_formulas)(x, scalar, step)
+    return by_platform(ways, by_formulas)(x, scalar, step, offsets)
 
 
-def _by_loops(x: jax.Array, scalar: jax.Array | None, asked: Asked) -> tuple[jax.Array, jax.Array]:
-    format, axis = asked.format, asked.axis
+def _by_loops(
+    x: jax.Array, scalar: jax.Array | None, offsets: jax.Array | None, asked: Asked
+) -> tuple[jax.Array, jax.Array]:
+    format, axis, rows = asked.format, asked.axis, x.shape[-2]
+    if offsets is not None and axis == -2:
+        x = moved_apart(x, offsets)
     how = {"scale_rounding": asked.scale_rounding, "nonfinite": asked.nonfinite}
     data, scale = loops.quantize(x, format, axis=axis, global_scale=scalar, **how)
     if format.turned(axis, asked.k_major) and not format.turned(axis, False):
         data = jnp.swapaxes(data, -1, -2)
     scale = scale.view(format.scale.numpy_dtype)
-    return (
-        data.view(format.element.numpy_dtype),
-        swizzle_scale(scale, axis, asked.layout, None),
-    )
+    return as_stored(data.view(format.element.numpy_dtype), scale, asked, offsets, rows)
 
 
 def decoded(

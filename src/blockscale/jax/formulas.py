@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from ..blocks import decode_blocks, encode_blocks, finite_amax, store_scale
 from ..formats import Format
 from ..layouts import Layout, get_layout
-from ..layouts.scales import swizzle_scale, unswizzle_scale
+from ..layouts.scales import unswizzle_scale
 from ..philox import random_bits
 from ..rounding import (
     float32_bits,
@@ -27,6 +27,7 @@ from ..rounding import (
     unpack,
 )
 from ..seed import Numbers
+from .groups import as_stored, moved_apart
 
 __all__ = [
     "FLOATS",
@@ -77,17 +78,25 @@ class Stored(NamedTuple):
         return (*self.shape[:-2], self.shape[-1], self.shape[-2]), -3 - self.axis
 
 
-@partial(jax.jit, static_argnums=3)
+@partial(jax.jit, static_argnums=4)
 def encoded(
-    x: jax.Array, scalar: jax.Array | None, step: jax.Array | None, asked: Asked
+    x: jax.Array,
+    scalar: jax.Array | None,
+    step: jax.Array | None,
+    offsets: jax.Array | None,
+    asked: Asked,
 ) -> tuple[jax.Array, jax.Array]:
-    """Data and scales of ``x``, as they are stored; ``step``: as of ``seeds.step_words``."""
-    format, axis = asked.format, asked.axis
+    """Data and scales of ``x``, as they are stored; ``step``: as of ``seeds.step_words``;
+    ``offsets``: the end of each group of rows."""
+    format, axis, rows = asked.format, asked.axis, x.shape[-2]
     with jax.enable_x64(True):
         noise = None
         if asked.seed is not None and step is not None:
             low, high = step.astype(jnp.int64)
             noise = random_bits(asked.seed._replace(step=low | high << 32), x)
+        if offsets is not None and axis == -2:
+            x = moved_apart(x, offsets)
+            noise = None if noise is None else moved_apart(noise, offsets)
         codes, scale = encode_blocks(
             _turn(x, axis == -2),
             format,
@@ -99,7 +108,7 @@ def encoded(
         data = pack(codes, format.element)
         data = _turn(data, axis == -2 and not format.turned(axis, asked.k_major))
         stored = _turn(store_scale(scale, format), axis == -2)
-        return data, swizzle_scale(stored, axis, asked.layout, None)
+        return as_stored(data, stored, asked, offsets, rows)
 
 
 @partial(jax.jit, static_argnums=3)

@@ -33,6 +33,8 @@ def all_gather(q: ScaledArray, axis_name: str, dimension: int = -2) -> ScaledArr
     remedy, when it is traced.
     """
     check_scaled("q", q)
+    if q.offsets is not None:
+        raise ValueError("q: has groups, whose ends are those of a shard; quantize without offsets")
     if q.global_scale is not None and q.global_scale.ndim:
         raise ValueError("q: has a global scale for each matrix; gather with one for all")
     if q.layout != "compact":

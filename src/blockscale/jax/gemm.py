@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from ..kernels.cpu.spec import MAX_SKINNY_M, supported
 from . import gpu_gemm
 from .array import ScaledArray
-from .checks import check_out_dtype, check_product
+from .checks import check_out_dtype, check_plain, check_product
 from .dispatch import by_platform, multiplied, on_target, target_of
 from .quantize import dequantize
 from .target import Target
@@ -38,9 +38,11 @@ def gemm(
     Raises TypeError or ValueError, with the remedy, when it is traced.
     """
     check_product(a, b)
+    check_plain(a, b)
     out = check_out_dtype(out_dtype)
     if bias is not None and jnp.shape(bias) != b.shape[-1:]:
         raise ValueError(f"bias: has shape {jnp.shape(bias)}; expected {b.shape[-1:]}")
+    a, b = a.ungrouped() if isinstance(a, ScaledArray) else a, b.ungrouped()
     target = target_of("gemm", partial(gpu_gemm.unsupported, a, b, out))
 
     def by_values(a: ScaledArray | jax.Array, b: ScaledArray, bias: jax.Array | None) -> jax.Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -30,6 +31,7 @@ def quantize(
     nonfinite: str = "propagate",
     global_scale: jax.Array | float | None = None,
     pad: bool = False,
+    offsets: jax.Array | None = None,
     seed: int | Seed | None = None,
     k_major: bool = False,
 ) -> ScaledArray:
@@ -50,6 +52,11 @@ def quantize(
         global_scale: fp32 multiplier that dequantizes, of NVFP4; default ``amax(x) / (448 * 6)``.
             Or ``x.shape[:-2]``, one for each matrix. Not looked at: positive and finite.
         pad: allow a contraction that is no multiple of the block.
+        offsets: int32 (groups,), ascending: the end of each expert's rows (dimension -2 of a
+            matrix); may be traced, and values are not looked at. With ``axis=-2`` blocks start anew
+            in each group (no padding needed), and groups are moved apart to tiles of 128
+            (docs/layouts.md), but for 8-bit data that is not ``k_major``; with ``axis=-1`` the
+            scales of each group start on a tile in layouts of tiles (tcgen05, packed).
         seed: round elements stochastically, by the bits that this seed has everywhere. Of a
             :class:`blockscale.Seed`, the step may be an int32, uint32 or int64 array (), which may
             be traced.
@@ -60,10 +67,10 @@ def quantize(
     up (arXiv 2506.08027).
     """
     request = Request(format, axis, scale_rounding, layout, nonfinite, pad, k_major, seed)
-    asked = check_quantize(x, request)
+    asked = check_quantize(x, request, offsets)
     x = jax.lax.stop_gradient(x)
     scalar = _global_scale(x, asked.format, global_scale)
-    (quantized,) = _quantized(x, scalar, step_words(seed), asked)
+    (quantized,) = _quantized(x, scalar, step_words(seed), asked, offsets=offsets)
     return quantized
 
 
@@ -75,6 +82,7 @@ def quantize_both(
     nonfinite: str = "propagate",
     global_scale: jax.Array | float | None = None,
     pad: bool = False,
+    offsets: jax.Array | None = None,
     seed: int | Seed | None = None,
     k_major: bool = False,
 ) -> tuple[ScaledArray, ScaledArray]:
@@ -87,10 +95,10 @@ def quantize_both(
     that does.
     """
     how = scale_rounding, "compact", nonfinite, pad, k_major, seed
-    both = [check_quantize(x, Request(format, axis, *how)) for axis in (-1, -2)]
+    both = [check_quantize(x, Request(format, axis, *how), offsets) for axis in (-1, -2)]
     x = jax.lax.stop_gradient(x)
     scalar = _global_scale(x, both[0].format, global_scale)
-    rows, columns = _quantized(x, scalar, step_words(seed), *both)
+    rows, columns = _quantized(x, scalar, step_words(seed), *both, offsets=offsets)
     return rows, columns
 
 
@@ -129,10 +137,16 @@ def _global_scale(
 
 
 def _quantized(
-    x: jax.Array, scalar: jax.Array | None, step: jax.Array | None, *asked: Asked
+    x: jax.Array,
+    scalar: jax.Array | None,
+    step: jax.Array | None,
+    *asked: Asked,
+    offsets: jax.Array | None,
 ) -> list[ScaledArray]:
-    parts = encoded(x, scalar, step, *asked)
-    return [_wrapped(x, scalar, *pair, each) for pair, each in zip(parts, asked, strict=True)]
+    ends = None if offsets is None else jnp.asarray(offsets)
+    parts = encoded(x, scalar, step, *asked, offsets=ends)
+    found = [_wrapped(x, scalar, *pair, each) for pair, each in zip(parts, asked, strict=True)]
+    return found if ends is None else [_in_groups(q, ends, x.shape[q.axis]) for q in found]
 
 
 def _wrapped(
@@ -150,3 +164,11 @@ def _wrapped(
         turned=(format.turned(asked.axis, asked.k_major), False),
         dtype=np.dtype(x.dtype),
     )
+
+
+def _in_groups(q: ScaledArray, offsets: jax.Array, size: int) -> ScaledArray:
+    """What was quantized so, along a contraction of so many elements."""
+    if q.axis == -1:
+        return replace(q, offsets=offsets)
+    length = size if q.turned[0] else None  # groups are apart where it is contiguous
+    return replace(q, offsets=offsets, k_grouped=True, length=length)
