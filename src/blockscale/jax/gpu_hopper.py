@@ -52,7 +52,9 @@ def grouped(
         scales_apart=scale.shape[-1], groups=groups, gpu=gpu,
     )  # fmt: skip
     rest = offsets, *chosen.rest(gpu.multiprocessors)
-    return _by_widened(chosen, a, b._replace(data=below, scale=scale), (*ends, *rest), target)
+    return _by_widened(
+        chosen, a, b._replace(data=below, scale=scale, turned=False), (*ends, *rest), target
+    )
 
 
 def columns(
@@ -103,7 +105,7 @@ def _widened(
         shape, (a.name, b.name or ""), epilogue, scales_apart=scale.shape[-1], gpu=gpu
     )
     rest = chosen.rest(gpu.multiprocessors)
-    return _by_widened(chosen, a, b._replace(scale=scale), (*ends, *rest), target)
+    return _by_widened(chosen, a, b._replace(scale=scale, turned=False), (*ends, *rest), target)
 
 
 def _by_widened(
