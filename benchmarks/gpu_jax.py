@@ -44,7 +44,7 @@ class Case(NamedTuple):
 
 def main(out: Path, only: str = "") -> None:
     rows = []
-    for case in [*quantizers(), *products(), *groups()]:
+    for case in [*quantizers(), *products(), *groups(), *columns()]:
         if only not in case.name:
             continue
         try:
@@ -191,6 +191,29 @@ def groups() -> list[Case]:
             theirs = partial(bs.grouped_gemm, a, b.mT, ends)
             name = f"grouped_gemm {count} groups, {m} x {n} x {k} {left or 'bf16'} {right}"
             found.append(Case(name, theirs, partial(ours, c, d, jnp.array(jnp.from_dlpack(ends)))))
+    return found
+
+
+def columns() -> list[Case]:
+    """Of groups along K: quantizing both axes, as a backward does, and the product (wgrad)."""
+    found = []
+    for count, m, n, k in ((8, 4096, 2048, 8192), (32, 2048, 4096, 4096)):
+        g, x = normal(k, m, seed=1), normal(k, n, seed=2)
+        ends = torch.arange(1, count + 1, device="cuda", dtype=torch.int32) * (k // count)
+        given = jnp.array(jnp.from_dlpack(ends))
+        for name, layout in (("fp8_1x128", "sm90"), ("mxfp8", "compact"), ("nvfp4", "compact")):
+            how: dict[str, Any] = {"format": name, "k_major": True}
+            both = jax.jit(lambda y, e, how=how: bsj.quantize_both(y, offsets=e, **how))
+            theirs = partial(bs.quantize_both, g[0], offsets=ends, **how)
+            title = f"{count} groups, {k} x {m} {name}"
+            found.append(Case(f"quantize_both {title}", theirs, partial(both, g[1], given)))
+            how |= {"axis": -2, "layout": layout}
+            a, b = (bs.quantize(each[0], offsets=ends, **how) for each in (g, x))
+            c, d = (bsj.quantize(each[1], offsets=given, **how) for each in (g, x))
+            ours = jax.jit(lambda c, d, e: bsj.grouped_gemm(c.mT, d, e))
+            product = partial(bs.grouped_gemm, a.mT, b, ends)
+            title = f"{count} groups along K, {m} x {n} x {k} {name}"
+            found.append(Case(f"grouped_gemm {title}", product, partial(ours, c, d, given)))
     return found
 
 

@@ -19,7 +19,7 @@ from .seed import Numbers, Seed
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Hadamard", "check_blocks", "transformed"]
+__all__ = ["Hadamard", "check_transform", "transformed"]
 
 _SIZES = (2, 4, 8, 16, 32, 64, 128)
 _MASK = (1 << 64) - 1
@@ -110,8 +110,24 @@ def _bits(seed: Seed, size: int) -> int:
     return sum(int(bit) << i for i, bit in enumerate(bits))
 
 
-def check_blocks(n: int, size: int, axis: int) -> None:
-    """ValueError where blocks of ``size`` do not divide dimension ``axis``, which is ``n``."""
+def check_transform(
+    hadamard: object, shape: Sequence[int], axis: int, orders: Sequence[str] = ()
+) -> None:
+    """TypeError unless it is one; ValueError where its blocks do not divide dimension ``axis``, or
+    go along rows that arguments, whose names are ``orders``, put elsewhere."""
+    if not isinstance(hadamard, Hadamard):
+        raise TypeError(
+            f"hadamard: got {type(hadamard).__name__}; expected blockscale.Hadamard(...) or None"
+        )
+    for name in orders if axis == -2 else ():
+        raise ValueError(
+            f"hadamard: goes along the rows that {name} names (axis=-2), which is not there; "
+            f"transform each group's rows by themselves, without {name}"
+        )
+    _check_blocks(shape[axis], hadamard.size, axis)
+
+
+def _check_blocks(n: int, size: int, axis: int) -> None:
     if n % size:
         raise ValueError(
             f"hadamard: dimension {axis} of x is {n}, not a multiple of {size}; choose a smaller "
@@ -128,7 +144,7 @@ def transformed(x: Array, hadamard: Hadamard, axis: int, arithmetic: Arithmetic 
     Raises ValueError where blocks do not divide the dimension.
     """
     xp, size, n = namespace(x), hadamard.size, x.shape[axis]
-    check_blocks(n, size, axis)
+    _check_blocks(n, size, axis)
     lines = arithmetic.of(xp.matrix_transpose(x) if axis == -2 else x)
     outer = tuple(lines.shape)
     factors = arithmetic.of(_factors(hadamard, x))

@@ -15,6 +15,7 @@ __all__ = [
     "SCALINGS",
     "Quantization",
     "check_eden",
+    "check_groups",
     "check_rounding",
     "check_scaling",
     "check_scaling_of_weights",
@@ -181,6 +182,17 @@ def check_square(shape: Sequence[int], format: Format, grouped: bool) -> None:
         raise ValueError("square: groups of offsets would cut squares; leave out one of them")
     if len(shape) < 2:
         raise ValueError(f"square: x has shape {tuple(shape)}; a square needs rows and columns")
+
+
+def check_groups(shape: Sequence[int], format: Format) -> None:
+    """ValueError for what has no groups of rows."""
+    if len(shape) != 2:
+        raise ValueError(f"offsets: x has shape {tuple(shape)}; groups cut the rows of a matrix")
+    if format.block[0] > 1:
+        raise ValueError(
+            f"offsets: blocks of {format.name!r} span {format.block[0]} rows; groups cannot cut "
+            "them"
+        )
 
 
 PLAIN = Quantization()

@@ -10,9 +10,9 @@ from torch import Tensor
 from . import ops
 from .checks import check_flag, choose
 from .formats import NONFINITE, Format, get_format
-from .hadamard import Hadamard, check_blocks
+from .hadamard import Hadamard, check_transform
 from .layouts import Layout, get_layout, layouts
-from .quantization import check_rounding, check_scaling, check_square
+from .quantization import check_groups, check_rounding, check_scaling, check_square
 from .remember import remembered
 from .seed import Seed
 from .stored import is_per_matrix
@@ -143,19 +143,11 @@ def _check_names(request: Arguments) -> Call:
 def check_hadamard(
     hadamard: object, x: Tensor, axis: int, gather: Tensor | None, offsets: Tensor | None
 ) -> None:
-    """TypeError unless it is one; ValueError where rows along which it goes are not those of x, or
-    are no whole blocks, and for a step on another device."""
-    if not isinstance(hadamard, Hadamard):
-        raise TypeError(
-            f"hadamard: got {type(hadamard).__name__}; expected blockscale.Hadamard(...) or None"
-        )
-    for name, given in (("gather", gather), ("offsets", offsets)):
-        if given is not None and axis == -2:
-            raise ValueError(
-                f"hadamard: goes along the rows that {name} names (axis=-2), which is not there; "
-                f"transform each group's rows by themselves, without {name}"
-            )
-    check_blocks(x.shape[axis], hadamard.size, axis)
+    """As :func:`check_transform`, and ValueError for a step on another device."""
+    given = {"gather": gather, "offsets": offsets}
+    orders = [name for name, order in given.items() if order is not None]
+    check_transform(hadamard, x.shape, axis, orders)
+    assert isinstance(hadamard, Hadamard)
     step = hadamard.for_op()[1]
     if step is not None and step.device != x.device:
         raise ValueError(
@@ -194,7 +186,7 @@ def _check_shape(shape: tuple[int, ...], call: Call, pad: bool, grouped: bool) -
         )
     for axis in call.axes:
         if grouped:
-            _check_groups(shape, fmt)
+            check_groups(shape, fmt)
         if not pad and not (grouped and axis == -2) and shape[axis] % fmt.block_size:
             raise ValueError(
                 f"x: dimension {axis} is {shape[axis]}, not a multiple of {fmt.name}'s block of "
@@ -206,15 +198,6 @@ def _check_shape(shape: tuple[int, ...], call: Call, pad: bool, grouped: bool) -
                 f"layout: {layout.name!r} stores the scales of one matrix; x has shape "
                 f"{tuple(shape)}: flatten leading dimensions first, or keep 'compact'"
             )
-
-
-def _check_groups(shape: tuple[int, ...], fmt: Format) -> None:
-    if len(shape) != 2:
-        raise ValueError(f"offsets: x has shape {tuple(shape)}; groups cut the rows of a matrix")
-    if fmt.block[0] > 1:
-        raise ValueError(
-            f"offsets: blocks of {fmt.name!r} span {fmt.block[0]} rows; groups cannot cut them"
-        )
 
 
 def _check_memory(x: Tensor) -> None:

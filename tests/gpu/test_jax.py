@@ -130,6 +130,41 @@ def test_grouped_gemm(formats):
     assert torch.equal(torch.from_dlpack(got), bs.grouped_gemm(a, b.mT, ends))
 
 
+@pytest.mark.parametrize("k_major", [False, True], ids=["", "k_major"])
+@pytest.mark.parametrize("name", [name for name in FORMATS if bs.formats[name].block[0] == 1])
+def test_quantize_groups(name, k_major):
+    """Along columns, and along both axes from one read."""
+    x, y = normal(700, 224)
+    for given in ([70, 70, 201, 690], [0, 0, 0, 700], [128, 256, 384, 385]):
+        ends = torch.tensor(given, dtype=torch.int32, device=DEVICE)
+        how = {"format": name, "k_major": k_major, "pad": True}
+        both = jax.jit(lambda y, e, how=how: bsj.quantize_both(y, offsets=e, **how))
+        pair = both(y, jnp.array(given, jnp.int32))
+        for got, expected in zip(pair, bs.quantize_both(x, offsets=ends, **how), strict=True):
+            assert_same(got, expected)
+        alone = jax.jit(lambda y, e, how=how: bsj.quantize(y, axis=-2, offsets=e, **how))
+        got = alone(y, jnp.array(given, jnp.int32))
+        assert_same(got, bs.quantize(x, axis=-2, offsets=ends, **how))
+        values = torch.from_dlpack(jax.jit(partial(bsj.dequantize))(got))
+        assert torch.equal(octets(values), octets(bsj.to_torch(got).dequantize()))
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "fp8_1x128"])
+def test_grouped_gemm_along_k(name):
+    (g, c), (x, d) = normal(700, 384, seed=1), normal(700, 512, seed=2)
+    ends = torch.tensor([70, 70, 201, 690], dtype=torch.int32, device=DEVICE)
+    a, b = (bs.quantize(each, name, -2, offsets=ends, k_major=True) for each in (g, x))
+
+    def wgrad(c, d, e):
+        left, right = (
+            bsj.quantize(each, name, axis=-2, offsets=e, k_major=True) for each in (c, d)
+        )
+        return bsj.grouped_gemm(left.mT, right, e, jnp.float32)
+
+    got = torch.from_dlpack(jax.jit(wgrad)(c, d, jnp.array(ends.cpu().numpy())))
+    assert torch.equal(got, bs.grouped_gemm(a.mT, b, ends, torch.float32))
+
+
 @pytest.mark.parametrize("format", ["mxfp8", "nvfp4", "fp8_block"])
 def test_linear_trains(format):
     """Gradients by kernels are near those of plain products, under jit, vmap and shard_map."""

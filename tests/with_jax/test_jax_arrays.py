@@ -192,8 +192,10 @@ def shards(f, out):
 def parts(x, w):
     q = bsj.quantize(x, "mxfp8")
     few = bsj.gemm(x[:4].astype(jnp.bfloat16), bsj.quantize(w.T, "mxfp8").mT)
-    own = bsj.quantize(x, "nvfp4").dequantize()
-    return q.dequantize(), own, few, bsj.dot_general(x, w, (((1,), (0,)), ((), ())))
+    own, ends = bsj.quantize(x, "nvfp4").dequantize(), jnp.array([5, 20], jnp.int32)
+    columns = bsj.quantize(x, "mxfp8", -2, offsets=ends)
+    groups = columns.dequantize(), bsj.grouped_gemm(columns.mT, columns, ends)
+    return q.dequantize(), own, few, *groups, bsj.dot_general(x, w, (((1,), (0,)), ((), ())))
 for found, *halves in zip(shards(parts, P("d")), parts(x[:32], w), parts(x[32:], w)):
     assert np.array_equal(found, np.concatenate(halves))
 @jax.jit

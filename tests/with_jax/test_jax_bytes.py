@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import numpy as np
 import pytest
 import torch
@@ -15,7 +13,6 @@ import jax.numpy as jnp
 
 import blockscale as bs
 import blockscale.jax as bsj
-from blockscale.jax import formulas
 
 DTYPES = {"float32": np.uint32, "bfloat16": np.uint16, "float16": np.uint16}
 
@@ -57,33 +54,6 @@ def nasty(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     calm = torch.randn(shape, generator=generator).to(dtype)
     rows = torch.arange(shape[-2]) % 2 == 0
     return torch.where(rows[:, None], calm, bits.view(dtype))
-
-
-@pytest.fixture(params=["loops", "formulas"])
-def way(request, monkeypatch):
-    """Compiled loops, which JAX has on a CPU, or the formulas that XLA compiles elsewhere."""
-    if request.param == "formulas":
-        quantize, array = (sys.modules[f"blockscale.jax.{name}"] for name in ("quantize", "array"))
-        monkeypatch.setattr(
-            quantize,
-            "encoded",
-            lambda x, scalar, step, *asked: [
-                formulas.encoded(x, scalar, step, each) for each in asked
-            ],
-        )
-        monkeypatch.setattr(
-            array,
-            "decoded",
-            lambda *parts: formulas.decoded(*parts[:-1]).astype(parts[-1]),
-        )
-        monkeypatch.setattr(
-            quantize,
-            "default_global_scale",
-            lambda x, step, asked: formulas.global_scale_of(
-                formulas.largest_finite(x, step, asked), asked
-            ),
-        )
-    return request.param
 
 
 #: Formulas of other dtypes with two formats alone: dtypes are told apart before formats are.

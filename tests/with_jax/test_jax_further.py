@@ -15,6 +15,7 @@ from test_jax_bytes import assert_same, nasty, octets, of_torch
 import blockscale as bs
 import blockscale.jax as bsj
 
+ENDS = np.array([20, 64], np.int32)
 EDEN = {"scaling": "ms_eden", "seed": 3}
 HOW = {  # formats, and how they are quantized
     "squares": ("mxfp8", {"square": True}),
@@ -84,6 +85,24 @@ def test_a_layout_of_squares():
     assert_same(bsj.quantize(of_torch(x), "mxfp8", square=True, layout="tcgen05"), wanted)
 
 
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_groups(axis):
+    """Random bits, scalings, and along rows transforms."""
+    x, ends = nasty(torch.float32, 200, 64), (0, 70, 71, 190)
+    for how in (
+        {"seed": 3},
+        {"scaling": "four_over_six"},
+        *([{"hadamard": bs.Hadamard(16, 5)}] if axis == -1 else []),
+    ):
+        layout = {"layout": "tcgen05"} if axis == -1 else {}
+        offsets = torch.tensor(ends, dtype=torch.int32)
+        wanted = bs.quantize(x, "nvfp4", axis, offsets=offsets, **layout, **how)
+        offsets = jnp.array(ends, jnp.int32)
+        found = bsj.quantize(of_torch(x), "nvfp4", axis, offsets=offsets, **layout, **how)
+        assert np.array_equal(octets(found.data), octets(wanted.qdata))
+        assert np.array_equal(octets(found.scale), octets(wanted.qscale))
+
+
 def test_signs_of_a_traced_step():
     x = nasty(torch.float32, 32, 64)
     quantize = jax.jit(
@@ -126,11 +145,15 @@ def test_global_scales():
     ({"hadamard": bs.Hadamard(128)}, ValueError, "not a multiple of 128"),
     ({"format": "fp8_128x128", "square": True, "pad": True}, ValueError, "are squares"),
     ({"square": 1}, TypeError, "square: got 1"),
+    ({"square": True, "offsets": ENDS}, ValueError, "groups of offsets would cut squares"),
+    ({"axis": -2, "hadamard": bs.Hadamard(16), "offsets": ENDS}, ValueError, "rows that offsets"),
 ])  # fmt: skip
 def test_bad_input(how, error, match):
     x = np.ones((64, 64), np.float32)
     how = {"format": "nvfp4", **how}
+    given = {k: jnp.asarray(v) if k == "offsets" else v for k, v in how.items()}
+    theirs = {k: torch.from_numpy(v) if k == "offsets" else v for k, v in how.items()}
     with pytest.raises(error, match=match):
-        jax.eval_shape(lambda x: bsj.quantize(x, **how), x)
+        jax.eval_shape(lambda x: bsj.quantize(x, **given), x)
     with pytest.raises((error, TypeError), match=match):
-        bs.quantize(torch.from_numpy(x), **how)
+        bs.quantize(torch.from_numpy(x), **theirs)

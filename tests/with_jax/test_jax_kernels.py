@@ -58,7 +58,15 @@ QUANTIZED = [  # shape, dtype, and how
     ((24, 96), "bfloat16", {"format": "nvfp4", "scaling": "four_over_six"}),
     ((16, 96), "float32", {"format": "nvfp4", "scaling": "four_over_six", "square": True}),
     ((8, 128), "bfloat16", {"format": "nvfp4", "hadamard": drawn(16), **EDEN}),
-]
+    ((200, 40), "bfloat16", {"format": "mxfp8", "axis": -2, "offsets": (13, 13, 150)}),
+    ((200, 40), "float32", {"format": "nvfp4", "axis": -2, "offsets": (0, 130, 200)}),
+    ((150, 40), "bfloat16", {
+        "format": "mxfp8", "axis": -2, "offsets": (1, 140), "k_major": True, "layout": "tcgen05"}),
+    ((150, 36), "bfloat16", {
+        "format": "fp8_1x128", "axis": -2, "offsets": (70, 149), "k_major": True,
+        "layout": "sm90"}),
+    ((150, 96), "bfloat16", {"format": "mxfp4", "offsets": (13, 13, 140), "layout": "tcgen05"}),
+]  # fmt: skip
 APART = [  # what XLA transforms, and a kernel quantizes
     ({"format": "mxfp8", "axis": -2, "hadamard": bs.Hadamard(16)}, "columns of 8-bit elements"),
     ({"format": "nvfp4", "square": True, "hadamard": bs.Hadamard(16)}, "square: no kernel"),
@@ -75,6 +83,11 @@ def nasty(shape, dtype, seed=0):
         return jnp.asarray(x.astype(np.float32)).astype(dtype)
 
 
+def quantized(x, offsets=None, **how):
+    ends = None if offsets is None else jnp.array(offsets, jnp.int32)
+    return bsj.quantize(x, offsets=ends, **how)
+
+
 def octets(tree):
     return [np.frombuffer(np.asarray(each).tobytes(), np.uint8) for each in jax.tree.leaves(tree)]
 
@@ -89,9 +102,9 @@ def assert_same(got, expected):
 @pytest.mark.parametrize(("shape", "dtype", "how"), QUANTIZED)
 def test_quantize(shape, dtype, how, arch):
     x = nasty(shape, dtype)
-    expected = bsj.quantize(x, **how)
+    expected = quantized(x, **how)
     with emulated(arch) as launched:
-        got = jax.jit(lambda x: bsj.quantize(x, **how))(x)
+        got = jax.jit(lambda x: quantized(x, **how))(x)
         jax.block_until_ready(got)
     assert launched
     assert_same(got, expected)
@@ -120,7 +133,7 @@ def test_kernels_do_not_search(monkeypatch):
 @pytest.mark.parametrize(("shape", "dtype", "how"), QUANTIZED)
 def test_dequantize(shape, dtype, how, arch):
     x = jnp.where(jnp.isfinite(x := nasty(shape, dtype)), x, 1)
-    q = bsj.quantize(x, **how)
+    q = quantized(x, **how)
     for each in (q, q.mT):
         expected = bsj.dequantize(each)
         with emulated(arch) as launched:
@@ -217,6 +230,77 @@ def test_grouped_gemm(arch, shape, formats):
 def test_ends_that_no_groups_have(arch, shape, formats, ends):
     """Nothing is read or written that is not the call's."""
     assert grouped(arch, shape, formats, ends)[0]
+
+
+COLUMNS = [  # formats of both, and the layout of their scales
+    ("sm_90a", ("fp8_1x128", "fp8_1x128"), "sm90"),
+    ("sm_90a", ("fp8_1x128", "fp8_1x128"), "compact"),
+    ("sm_90a", ("mxfp8", "mxfp4"), "compact"),
+    ("sm_90a", ("nvfp4", "nvfp4"), "tcgen05"),
+    ("sm_100a", ("mxfp8", "mxfp8_e5m2"), "tcgen05"),
+    ("sm_100a", ("mxfp4", "mxfp8"), "compact"),
+    ("sm_100a", ("nvfp4", "nvfp4"), "compact"),
+]
+
+
+def columns(arch, formats, layout, ends, traced=None):
+    """The same as of ``grouped``, of groups along K; ``traced``: ends that the product is given."""
+    how = {"axis": -2, "offsets": jnp.array(ends, jnp.int32), "k_major": True, "layout": layout}
+    given = zip((72, 136), formats, (1, 2), strict=True)
+    a, b = (operand((200, n), format, seed=seed, **how) for n, format, seed in given)
+    ends = how["offsets"] if traced is None else jnp.array(traced, jnp.int32)
+    with emulated(arch) as launched:
+        got = jax.jit(lambda a, b, ends: bsj.grouped_gemm(a.mT, b, ends, jnp.float32))(a, b, ends)
+        jax.block_until_ready(got)
+    return launched, (a, b, ends), np.asarray(got)
+
+
+@pytest.mark.parametrize(("arch", "formats", "layout"), COLUMNS)
+def test_groups_along_k(arch, formats, layout):
+    """The bits of torch's side, whose kernel it is; an empty group has zeros."""
+    launched, given, got = columns(arch, formats, layout, [40, 40, 173])
+    left, right, offsets = map(to_torch, given)
+    with emulated_torch(arch) as found:
+        expected = bs.grouped_gemm(left.mT, right, offsets, torch.float32, backend="kernel")
+    assert launched[-1] == found[-1]
+    assert launched[-1].grouping == "k"
+    assert len(launched) == len(found)
+    np.testing.assert_array_equal(got, expected.numpy())
+    assert not got[1].any()
+
+
+@pytest.mark.parametrize("ends", [(-4, 250, 20), (30, 7, 1000)])
+@pytest.mark.parametrize(("arch", "formats", "layout"), [COLUMNS[1], COLUMNS[2], COLUMNS[4]])
+def test_ends_along_k_that_no_groups_have(arch, formats, layout, ends):
+    """Neither those that are quantized with, nor those of the product."""
+    assert columns(arch, formats, layout, ends)[0]
+    assert columns(arch, formats, layout, (40, 40, 173), ends)[0]
+
+
+@pytest.mark.parametrize(("arch", "formats", "how", "says"), [
+    ("sm_90a", ("mxfp8", "mxfp8"), {"k_major": False}, "quantize columns .* with k_major=True"),
+    ("sm_90a", ("mxfp8", "mxfp8"), {"seed": 1}, "seed: no kernel takes it with offsets"),
+    ("sm_90a", ("fp8_1x128", "mxfp4"), {}, "groups along K of fp8_1x128 by mxfp4"),
+    ("sm_100a", ("fp8_1x128", "fp8_1x128"), {}, "no instruction multiplies these"),
+])  # fmt: skip
+def test_groups_without_kernels(arch, formats, how, says, monkeypatch):
+    """XLA computes with them, and says so."""
+    monkeypatch.setattr(target, "_warned", set())
+    ends = jnp.array([40, 40, 173], jnp.int32)
+    how = {"axis": -2, "offsets": ends, "k_major": True, **how}
+    given = [operand((200, n), None, seed=n) for n in (72, 136)]
+
+    def compute(*given):
+        a, b = (bsj.quantize(x, name, **how) for x, name in zip(given, formats, strict=True))
+        return a.dequantize(), bsj.grouped_gemm(a.mT, b, ends, jnp.float32)
+
+    expected = compute(*given)
+    with emulated(arch), pytest.warns(bs.FallbackWarning, match=f"{says}.*; XLA computes it"):
+        got = jax.block_until_ready(jax.jit(compute)(*given))
+    for one, other in zip(got, expected, strict=True):
+        np.testing.assert_allclose(
+            *(np.asarray(x, np.float32) for x in (one, other)), rtol=1e-5, atol=1e-4
+        )
 
 
 def to_torch(x):

@@ -9,7 +9,8 @@ from ..seed import Seed
 from .array import ScaledArray
 from .dot_general import dot_general, scaled_dot_general, scaled_matmul
 from .gather import all_gather, global_scale
-from .gemm import gemm, grouped_gemm
+from .gemm import gemm
+from .grouped_gemm import grouped_gemm
 from .interop import from_torch, to_torch
 from .linear import linear
 from .quantize import dequantize, quantize, quantize_both

@@ -10,8 +10,10 @@ import jax.numpy as jnp
 
 from ..dtypes import FLOAT32
 from ..formats import Format, formats
+from ..layouts import get_layout
 from .dispatch import decoded
 from .formulas import FLOATS, Stored
+from .groups import moved_apart, moved_back, read
 
 __all__ = ["ScaledArray"]
 
@@ -27,9 +29,9 @@ class ScaledArray:
     >>> q.data.shape, q.scale.shape, q.mT.shape
     ((256, 256), (256, 32), (512, 256))
 
-    A pytree whose leaves are ``data``, ``scale`` and ``global_scale``: jit, vmap, scan and
-    checkpoints take it as any other. ``vmap`` maps leading dimensions, as ``axis`` counts from the
-    end.
+    A pytree whose leaves are ``data``, ``scale``, ``global_scale`` and ``offsets``: jit, vmap, scan
+    and checkpoints take it as any other. ``vmap`` maps leading dimensions, as ``axis`` counts from
+    the end.
 
     Attributes:
         data: elements: float8_e4m3fn or float8_e5m2; or bytes, packed along the contraction, of
@@ -40,10 +42,15 @@ class ScaledArray:
         format: its name.
         axis: of the contraction, -1 or -2.
         layout: of ``scale``, its name.
-        length: of the contraction without padding; None where there is none.
+        length: of the contraction without padding, or room between groups; None where there is
+            none.
         turned: whether ``data`` and ``scale`` are stored with their last two dimensions swapped:
             packed columns lie along the contraction, and a transposed array is not moved.
         dtype: of the values that were quantized.
+        offsets: int32 (groups,), the end of each group; None without groups.
+        k_grouped: groups are of the contraction, blocks start anew in each, and data is moved
+            apart where ``length`` is not None (docs/layouts.md); else they are of what is not
+            contracted, and layouts of tiles start each on one of its own.
     """
 
     data: jax.Array
@@ -55,6 +62,8 @@ class ScaledArray:
     length: int | None = field(default=None, metadata=_STATIC)
     turned: tuple[bool, bool] = field(default=(False, False), metadata=_STATIC)
     dtype: Any = field(default=FLOAT32, metadata=_STATIC)
+    offsets: jax.Array | None = None
+    k_grouped: bool = field(default=False, metadata=_STATIC)
 
     @property
     def kind(self) -> Format:
@@ -85,10 +94,39 @@ class ScaledArray:
     def dequantize(self, dtype: Any = None) -> jax.Array:
         """``(element * block_scale) * global_scale``, each product rounded once to fp32, then to
         ``dtype``, by default that of what was quantized."""
+        if self.offsets is not None and self.offsets.ndim > 1:  # of a batch that vmap made
+            return jax.vmap(lambda q: q.dequantize(dtype))(self)
+        if self.offsets is not None:
+            values = self.ungrouped().dequantize(dtype)
+            if not self.k_grouped:
+                return values
+            return moved_back(values, self.offsets, self.shape[self.axis], self.axis)
         how = Stored(self.kind, self.axis, self.layout, self.shape, self.turned)
         rounded = jnp.dtype(self.dtype if dtype is None else dtype)
         exact = rounded if rounded.name in FLOATS else FLOAT32
         return decoded(self.data, self.scale, self.global_scale, how, exact).astype(rounded)
 
+    def ungrouped(self) -> ScaledArray:
+        """The same elements and scales without groups: groups along the contraction stay apart,
+        with zeros between them, which make it longer; scales of groups of rows are compact."""
+        if self.offsets is None:
+            return self
+        if self.offsets.ndim > 1:  # of a batch that vmap made
+            return jax.vmap(ScaledArray.ungrouped)(self)
+        plain, layout = replace(self, offsets=None, k_grouped=False), get_layout(self.layout)
+        if self.k_grouped and self.length is not None:
+            return replace(plain, length=None)
+        if self.k_grouped:
+            axis = -3 - self.axis if self.turned[0] else self.axis
+            return replace(plain, data=moved_apart(self.data, self.offsets, axis))
+        if not layout.spreads:
+            return plain
+        shape = self.kind.scale_shape(self.shape, self.axis)
+        like = jax.ShapeDtypeStruct(shape, self.kind.scale.numpy_dtype)
+        scale = read(self.scale, self.axis, layout, like, self.offsets)
+        return replace(plain, scale=scale, layout="compact")
+
     def __repr__(self) -> str:
-        return f"ScaledArray({self.format}, shape={self.shape}, axis={self.axis}, {self.dtype})"
+        grouped = "" if self.offsets is None else f", groups={self.offsets.shape[-1]}"
+        kept = f"shape={self.shape}, axis={self.axis}, {self.dtype}{grouped}"
+        return f"ScaledArray({self.format}, {kept})"

@@ -9,9 +9,15 @@ import jax.numpy as jnp
 
 from ..checks import check_axis, check_flag, choose
 from ..formats import FP8_BLOCK, NONFINITE, Format, get_format
-from ..hadamard import Hadamard, check_blocks
+from ..hadamard import Hadamard, check_transform
 from ..layouts import get_layout
-from ..quantization import check_eden, check_rounding, check_scaling, check_square
+from ..quantization import (
+    check_eden,
+    check_groups,
+    check_rounding,
+    check_scaling,
+    check_square,
+)
 from ..seed import Seed, numbers_of
 from .array import ScaledArray
 from .formulas import FLOATS, Asked
@@ -20,8 +26,9 @@ from .seeds import as_seed
 __all__ = [
     "Formats",
     "Request",
-    "check_hadamard",
+    "check_grouped",
     "check_out_dtype",
+    "check_plain",
     "check_product",
     "check_quantize",
     "check_scaled",
@@ -45,8 +52,9 @@ class Request(NamedTuple):
     hadamard: Hadamard | None = None
 
 
-def check_quantize(x: Any, request: Request) -> Asked:
-    """Raise TypeError or ValueError unless ``x`` can be quantized so."""
+def check_quantize(x: Any, request: Request, offsets: Any = None) -> Asked:
+    """Raise TypeError or ValueError unless ``x`` can be quantized so, in groups if there are
+    ``offsets``."""
     format, axis, scale_rounding, layout, nonfinite, pad, k_major, seed, *_ = request
     kind, axis, stored = get_format(format), check_axis(axis), get_layout(layout)
     check_flag("pad", pad)
@@ -71,7 +79,11 @@ def check_quantize(x: Any, request: Request) -> Asked:
         raise ValueError(
             f"x: has shape {x.shape}; expected a matrix, or a batch, that is not empty"
         )
-    if x.shape[axis] % kind.block_size and not pad:
+    if offsets is not None:
+        check_groups(x.shape, kind)
+        check_offsets(offsets)
+    anew = offsets is not None and axis == -2  # blocks start so in each group
+    if x.shape[axis] % kind.block_size and not (pad or anew):
         raise ValueError(
             f"x: dimension {axis} is {x.shape[axis]}, no multiple of {kind.block_size}, the block "
             f"of {kind.name!r}; pass pad=True to pad it with zeros"
@@ -81,32 +93,35 @@ def check_quantize(x: Any, request: Request) -> Asked:
             f"layout: {stored.name!r} does not hold scales of {kind.name!r} with shape {x.shape}; "
             "choose 'compact', or flatten leading dimensions into the rows"
         )
-    _check_further(x, kind, axis, request)
+    _check_further(x, kind, axis, request, offsets is not None)
     numbers = None if seed is None else numbers_of(as_seed(seed), x.shape)._replace(step=0)
     transform = None if request.hadamard is None else tuple(request.hadamard.for_op()[0])
     named = kind, axis, rounding, stored, nonfinite, k_major
     return Asked(*named, numbers, request.square, request.scaling, transform)
 
 
-def _check_further(x: jax.Array, kind: Format, axis: int, request: Request) -> None:
+def _check_further(x: jax.Array, kind: Format, axis: int, request: Request, grouped: bool) -> None:
     """Of squares, scalings and transforms."""
     square, scaling, hadamard, seeded = *request[-3:], request.seed is not None
     check_rounding(scaling, square, seeded)
     check_scaling(scaling, kind)
     if square:
-        check_square(x.shape, kind, grouped=False)
-    check_hadamard(hadamard, x, axis)
+        check_square(x.shape, kind, grouped)
+    if hadamard is not None:
+        check_transform(hadamard, x.shape, axis, ["offsets"] * grouped)
     check_eden(scaling, hadamard, seeded)
 
 
-def check_hadamard(hadamard: Any, x: jax.Array, axis: int) -> None:
-    """Raise TypeError unless it is a transform or None, ValueError where blocks do not divide."""
-    if not isinstance(hadamard, Hadamard | None):
+def check_offsets(offsets: Any) -> None:
+    """Raise unless these are ends of groups, whose values are not looked at."""
+    dtype, shape = getattr(offsets, "dtype", None), getattr(offsets, "shape", ())
+    if dtype != jnp.int32 or len(shape) != 1:
+        found = type(offsets).__name__ if dtype is None else f"{dtype} of {len(shape)} dimension(s)"
         raise TypeError(
-            f"hadamard: got {type(hadamard).__name__}; expected blockscale.Hadamard(...) or None"
+            f"offsets: got {found}; expected an int32 array of one dimension, the end of each group"
         )
-    if hadamard is not None:
-        check_blocks(x.shape[axis], hadamard.size, axis)
+    if shape == (0,):
+        raise ValueError("offsets: is empty; expected the end of each group, of one at least")
 
 
 def check_scaled(name: str, q: Any) -> None:
@@ -118,8 +133,8 @@ def check_scaled(name: str, q: Any) -> None:
         )
 
 
-def check_product(a: Any, b: Any, batched: int = 0) -> None:
-    """Raise unless ``a @ b`` is a product, where ``b`` has ``batched`` dimensions more."""
+def check_product(a: Any, b: Any, batched: bool = False) -> None:
+    """Raise unless ``a @ b`` is a product; ``batched``: ``b`` has a dimension more."""
     check_scaled("b", b)
     if b.axis != -2:
         raise ValueError("b: is blocked along axis -1; pass b.mT of a weight (N, K)")
@@ -139,6 +154,47 @@ def check_product(a: Any, b: Any, batched: int = 0) -> None:
         raise ValueError(
             f"a, b: have shapes {a.shape} and {b.shape}; expected (..., M, K) and (..., K, N)"
         )
+
+
+def check_plain(a: Any, b: Any) -> None:
+    """ValueError where one has groups along K."""
+    if any(isinstance(x, ScaledArray) and x.k_grouped for x in (a, b)):
+        raise ValueError("a, b: blocks start anew in groups along K; use grouped_gemm")
+
+
+def check_grouped(a: Any, b: Any, offsets: Any) -> bool:
+    """Raise unless ``a`` and ``b`` are multiplied in groups; whether these are along K."""
+    check_scaled("b", b)
+    along_k = b.ndim == 2
+    if along_k and not isinstance(a, ScaledArray):
+        found = getattr(a, "dtype", type(a).__name__)
+        raise TypeError(f"a: got {found}; expected a ScaledArray with offsets=offsets, as b")
+    check_product(a, b, batched=not along_k)
+    check_offsets(offsets)
+    count = offsets.shape[0]
+    if not along_k and b.shape[0] != count:
+        raise ValueError(
+            f"offsets: got {count} groups for b {b.shape}; expected one offset for each matrix of b"
+        )
+    for name, q in (("a", a), ("b", b)):
+        if not isinstance(q, ScaledArray):
+            continue
+        if q.k_grouped != along_k:
+            raise ValueError(
+                f"{name}: its blocks {'do not ' * along_k}start anew in each group along K; "
+                + (
+                    "quantize it with axis=-2 and offsets=offsets; or, where rows are grouped, b "
+                    "is (G, K, N), a matrix for each group"
+                    if along_k
+                    else "quantize it without offsets along the contraction"
+                )
+            )
+        if along_k and q.offsets is not None and q.offsets.shape[0] != count:
+            raise ValueError(
+                f"offsets: got {count} groups, {name} was quantized with {q.offsets.shape[0]}; "
+                "pass the same"
+            )
+    return along_k
 
 
 def check_out_dtype(dtype: Any) -> Any:

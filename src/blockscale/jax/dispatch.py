@@ -18,6 +18,7 @@ from ..layouts.base import as_bytes
 from ..layouts.scales import unswizzle_scale
 from . import formulas, gpu_dequantize, gpu_quantize
 from .formulas import Asked, Globally, Steps, Stored
+from .groups import as_stored, moved_apart
 from .target import Target, current_target, fall_back
 from .varying import varies_as_given
 
@@ -35,61 +36,71 @@ __all__ = [
 
 
 def encoded(
-    x: jax.Array, scalar: jax.Array | None, steps: Steps, *asked: Asked
+    x: jax.Array,
+    scalar: jax.Array | None,
+    steps: Steps,
+    *asked: Asked,
+    offsets: jax.Array | None = None,
 ) -> list[tuple[jax.Array, jax.Array]]:
     """As ``formulas.encoded``, for each of the axes that are ``asked`` for."""
-    unsupported, first, target = (
-        partial(gpu_quantize.unsupported, scalar),
-        asked[0],
-        current_target(),
-    )
+    if all(each.axis == -1 and not each.layout.spreads for each in asked):
+        offsets = None  # groups of rows move no scale
+    target, (first, *_) = current_target(), asked
+    unsupported = partial(gpu_quantize.unsupported, scalar, grouped=offsets is not None)
     reason = "" if target is None or first.hadamard is None else unsupported(asked, target)
     if reason and first.scaling != "ms_eden":  # a kernel may quantize what XLA transforms
         fall_back("quantize", reason)
         x = formulas.transformed(x, steps.signs, first)
         asked = (first._replace(hadamard=None),)
     target = target_of("quantize", partial(unsupported, asked))
-    return _encoded(x, scalar, steps, asked, target)
+    return _encoded(x, scalar, steps, offsets, asked, target)
 
 
-@partial(jax.jit, static_argnums=(3, 4))
+@partial(jax.jit, static_argnums=(4, 5))
 def _encoded(
     x: jax.Array,
     scalar: jax.Array | None,
     steps: Steps,
+    offsets: jax.Array | None,
     asked: tuple[Asked, ...],
     target: Target | None,
 ) -> list[tuple[jax.Array, jax.Array]]:
-    def by_formulas(
-        x: jax.Array, scalar: jax.Array | None, steps: Steps
-    ) -> list[tuple[jax.Array, jax.Array]]:
-        return [formulas.encoded(x, scalar, steps, each) for each in asked]
+    def by_formulas(*given: Any) -> list[tuple[jax.Array, jax.Array]]:
+        return [formulas.encoded(*given, each) for each in asked]
 
     def by_loops(
-        x: jax.Array, scalar: jax.Array | None, steps: Steps
+        x: jax.Array, scalar: jax.Array | None, steps: Steps, offsets: jax.Array | None
     ) -> list[tuple[jax.Array, jax.Array]]:
         x = formulas.transformed(x, steps.signs, asked[0])
-        return [_by_loops(x, scalar, each) for each in asked]
+        return [_by_loops(x, scalar, offsets, each) for each in asked]
 
     def by_kernels(
-        target: Target, x: jax.Array, scalar: jax.Array | None, steps: Steps
+        target: Target,
+        x: jax.Array,
+        scalar: jax.Array | None,
+        steps: Steps,
+        offsets: jax.Array | None,
     ) -> list[tuple[jax.Array, jax.Array]]:
-        return gpu_quantize.encoded(x, scalar, steps, asked, target)
+        return gpu_quantize.encoded(x, scalar, steps, offsets, asked, target)
 
     looped = asked[0].seed is None and asked[0].scaling == "amax"
     ways = {"cpu": by_loops} if looped and _takes(asked[0].blocked, scalar) else {}
     ways |= on_target(target, by_kernels)
-    return by_platform(ways, by_formulas)(x, scalar, steps)
+    return by_platform(ways, by_formulas)(x, scalar, steps, offsets)
 
 
-def _by_loops(x: jax.Array, scalar: jax.Array | None, asked: Asked) -> tuple[jax.Array, jax.Array]:
-    format, axis = asked.format, asked.axis
+def _by_loops(
+    x: jax.Array, scalar: jax.Array | None, offsets: jax.Array | None, asked: Asked
+) -> tuple[jax.Array, jax.Array]:
+    format, axis, shape = asked.format, asked.axis, x.shape
+    if offsets is not None and axis == -2:
+        x = moved_apart(x, offsets)
     how = {"scale_rounding": asked.scale_rounding, "nonfinite": asked.nonfinite}
     data, scale = loops.quantize(x, asked.blocked, axis=axis, global_scale=scalar, **how)
     if format.turned(axis, asked.k_major) and not format.turned(axis, False):
         data = jnp.swapaxes(data, -1, -2)
     scale = scale.view(format.scale.numpy_dtype)
-    return data.view(format.element.numpy_dtype), formulas.placed(scale, x.shape, asked)
+    return as_stored(data.view(format.element.numpy_dtype), scale, asked, offsets, shape)
 
 
 def decoded(

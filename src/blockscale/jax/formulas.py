@@ -15,11 +15,11 @@ import jax.numpy as jnp
 
 from .. import hadamard
 from ..arithmetic import IN_FP64
-from ..blocks import decode_blocks, encode_blocks, finite_amax, spread_squares, store_scale
+from ..blocks import decode_blocks, encode_blocks, finite_amax, store_scale
 from ..formats import Format
 from ..hadamard import Hadamard
 from ..layouts import Layout, get_layout
-from ..layouts.scales import swizzle_scale, unswizzle_scale
+from ..layouts.scales import unswizzle_scale
 from ..philox import random_bits
 from ..rounding import (
     float32_bits,
@@ -31,6 +31,7 @@ from ..rounding import (
 )
 from ..scaling import Scaling
 from ..seed import Numbers
+from .groups import as_stored, moved_apart
 
 __all__ = [
     "FLOATS",
@@ -42,7 +43,6 @@ __all__ = [
     "encoded",
     "global_scale_of",
     "largest_finite",
-    "placed",
     "times",
     "transformed",
 ]
@@ -119,21 +119,29 @@ class Stored(NamedTuple):
         return (*self.shape[:-2], self.shape[-1], self.shape[-2]), -3 - self.axis
 
 
-@partial(jax.jit, static_argnums=3)
+@partial(jax.jit, static_argnums=4)
 def encoded(
-    x: jax.Array, scalar: jax.Array | None, steps: Steps, asked: Asked
+    x: jax.Array,
+    scalar: jax.Array | None,
+    steps: Steps,
+    offsets: jax.Array | None,
+    asked: Asked,
 ) -> tuple[jax.Array, jax.Array]:
-    """Data and scales of ``x``, as they are stored."""
-    format, axis, noise = asked.format, asked.axis, None
+    """Data and scales of ``x``, as they are stored; ``offsets``: the end of each group of rows."""
+    format, axis, shape, noise = asked.format, asked.axis, x.shape, None
     with jax.enable_x64(True):
         if asked.seed is not None:
-            numbers = asked.seed._replace(step=_joined(steps.elements))
-            noise = _turn(random_bits(numbers, x), axis == -2)
+            noise = random_bits(asked.seed._replace(step=_joined(steps.elements)), x)
+        x = transformed(x, steps.signs, asked)
+        if offsets is not None and axis == -2:
+            x = moved_apart(x, offsets)
+            noise = None if noise is None else moved_apart(noise, offsets)
+        noise = None if noise is None else _turn(noise, axis == -2)
         bits = None if scalar is None else _of_matrices(scalar, 4)
         size = 0 if asked.hadamard is None else asked.hadamard[0]
         scaling = Scaling(asked.scaling, size, axis == -2, IN_FP64)
         codes, scale = encode_blocks(
-            _turn(transformed(x, steps.signs, asked), axis == -2),
+            _turn(x, axis == -2),
             asked.blocked,
             scale_rounding=asked.scale_rounding,
             nonfinite=asked.nonfinite,
@@ -143,14 +151,8 @@ def encoded(
         )
         data = pack(codes, format.element)
         data = _turn(data, axis == -2 and not format.turned(axis, asked.k_major))
-        return data, placed(_turn(store_scale(scale, format), axis == -2), x.shape, asked)
-
-
-def placed(scale: jax.Array, shape: tuple[int, ...], asked: Asked) -> jax.Array:
-    """Scales of blocks of an array of ``shape``, where they are stored."""
-    if asked.square:
-        scale = spread_squares(scale, asked.format, asked.axis, shape)
-    return swizzle_scale(scale, asked.axis, asked.layout, None)
+        stored = _turn(store_scale(scale, format), axis == -2)
+        return as_stored(data, stored, asked, offsets, shape)
 
 
 def transformed(x: jax.Array, step: jax.Array | None, asked: Asked | Globally) -> jax.Array:

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 
 from ..checks import check_axis
 from ..formats import Format, get_format
-from ..hadamard import Hadamard
+from ..hadamard import Hadamard, check_transform
 from ..quantization import check_scaling
 from . import dispatch
 from .array import ScaledArray
-from .checks import check_hadamard, check_scaled
+from .checks import check_scaled
 from .formulas import Globally, global_scale_of, largest_finite
 from .seeds import steps_of
 
@@ -37,6 +37,8 @@ def all_gather(q: ScaledArray, axis_name: str, dimension: int = -2) -> ScaledArr
     remedy, when it is traced.
     """
     check_scaled("q", q)
+    if q.offsets is not None:
+        raise ValueError("q: has groups, whose ends are those of a shard; quantize without offsets")
     if q.global_scale is not None and q.global_scale.ndim:
         raise ValueError("q: has a global scale for each matrix; gather with one for all")
     if q.layout != "compact":
@@ -85,8 +87,10 @@ def global_scale(
     if not kind.has_global_scale:
         raise ValueError(f"format: {kind.name!r} has no global scale")
     check_scaling(scaling, kind)
-    check_hadamard(hadamard, x, axis)
-    numbers = None if hadamard is None else tuple(hadamard.for_op()[0])
+    numbers = None
+    if hadamard is not None:
+        check_transform(hadamard, x.shape, axis)
+        numbers = tuple(hadamard.for_op()[0])
     asked = Globally(kind, scaling, numbers, axis)
     x, step = jax.lax.stop_gradient(x), steps_of(None, hadamard).signs
     if axis_name is None:

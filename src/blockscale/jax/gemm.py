@@ -12,12 +12,12 @@ import jax.numpy as jnp
 from ..kernels.cpu.spec import MAX_SKINNY_M, supported
 from . import gpu_gemm
 from .array import ScaledArray
-from .checks import check_out_dtype, check_product
+from .checks import check_out_dtype, check_plain, check_product
 from .dispatch import by_platform, multiplied, on_target, target_of
 from .quantize import dequantize
 from .target import Target
 
-__all__ = ["gemm", "grouped_gemm"]
+__all__ = ["exact_values", "gemm"]
 
 
 def gemm(
@@ -38,9 +38,11 @@ def gemm(
     Raises TypeError or ValueError, with the remedy, when it is traced.
     """
     check_product(a, b)
+    check_plain(a, b)
     out = check_out_dtype(out_dtype)
     if bias is not None and jnp.shape(bias) != b.shape[-1:]:
         raise ValueError(f"bias: has shape {jnp.shape(bias)}; expected {b.shape[-1:]}")
+    a, b = a.ungrouped() if isinstance(a, ScaledArray) else a, b.ungrouped()
     target = target_of("gemm", partial(gpu_gemm.unsupported, a, b, out))
 
     def by_values(a: ScaledArray | jax.Array, b: ScaledArray, bias: jax.Array | None) -> jax.Array:
@@ -73,47 +75,8 @@ def _each(x: ScaledArray | jax.Array) -> ScaledArray | jax.Array:
 def _product(a: ScaledArray | jax.Array, b: ScaledArray) -> jax.Array:
     """The product of dequantized values, in fp32."""
     if a.ndim == 2 and 0 < a.shape[0] <= MAX_SKINNY_M and b.turned == (True, True) and _is_whole(b):
-        return multiplied(_values(a), b.data, b.scale, b.global_scale, b.kind)
-    return jnp.matmul(_values(a), _values(b), precision=jax.lax.Precision.HIGHEST)
-
-
-def grouped_gemm(
-    a: ScaledArray | jax.Array, b: ScaledArray, offsets: jax.Array, out_dtype: Any = None
-) -> jax.Array:
-    """The product of each group of rows (expert) by its matrix; rows past the last group are zero.
-
-    >>> ends = jnp.array([96, 256], jnp.int32)
-    >>> x, w = jnp.ones((256, 512)), jnp.ones((2, 128, 512))
-    >>> bsj.grouped_gemm(bsj.quantize(x, "mxfp8"), bsj.quantize(w, "mxfp8").mT, ends).shape
-    (256, 128)
-
-    Args:
-        a: (M, K), blocked along axis -1; or plain bfloat16.
-        b: (G, K, N), blocked along axis -2.
-        offsets: int32 (G,), ascending: the end of each group. Its values are not looked at.
-        out_dtype: bfloat16 (default), float16 or float32.
-
-    Raises TypeError or ValueError, with the remedy, when it is traced.
-    """
-    check_product(a, b, batched=1)
-    if offsets.dtype != jnp.int32 or offsets.shape != b.shape[:1]:
-        raise ValueError(
-            f"offsets: got {offsets.dtype} {offsets.shape}; expected int32 {b.shape[:1]}, the end "
-            "of each group"
-        )
-    out = check_out_dtype(out_dtype)
-    target = target_of("grouped_gemm", partial(gpu_gemm.unsupported, a, b, out, groups=b.shape[0]))
-
-    def by_values(a: ScaledArray | jax.Array, b: ScaledArray, offsets: jax.Array) -> jax.Array:
-        sizes, exact = jnp.diff(offsets, prepend=0), jax.lax.Precision.HIGHEST
-        return jax.lax.ragged_dot(_values(a), _values(b), sizes, precision=exact).astype(out)
-
-    def by_kernels(
-        target: Target, a: ScaledArray | jax.Array, b: ScaledArray, offsets: jax.Array
-    ) -> jax.Array:
-        return gpu_gemm.grouped(a, b, offsets, out, target)
-
-    return by_platform(on_target(target, by_kernels), by_values)(a, b, offsets)
+        return multiplied(exact_values(a), b.data, b.scale, b.global_scale, b.kind)
+    return jnp.matmul(exact_values(a), exact_values(b), precision=jax.lax.Precision.HIGHEST)
 
 
 def _is_whole(b: ScaledArray) -> bool:
@@ -121,5 +84,6 @@ def _is_whole(b: ScaledArray) -> bool:
     return b.layout == "compact" and b.length is None and supported(b.kind)
 
 
-def _values(x: ScaledArray | jax.Array) -> jax.Array:
+def exact_values(x: ScaledArray | jax.Array) -> jax.Array:
+    """What an operand stands for, in fp32."""
     return dequantize(x, jnp.float32) if isinstance(x, ScaledArray) else x.astype(jnp.float32)

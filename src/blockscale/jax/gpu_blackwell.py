@@ -14,9 +14,10 @@ from ..kernels.sm100 import config as sm100_config
 from ..layouts import TILE_ROWS, Grouped, get_layout
 from ..layouts.base import as_bytes
 from .gpu_operand import Operand
+from .groups import inside
 from .target import Target
 
-__all__ = ["grouped", "multiplied"]
+__all__ = ["columns", "grouped", "multiplied"]
 
 _TILES = get_layout("tcgen05")
 
@@ -27,8 +28,7 @@ def multiplied(
     """``alpha * A @ B.mT + bias``."""
     names, shape = (a.name or "", b.name or ""), (a.data.shape[0], b.data.shape[0], b.k)
     config = sm100_config.choose_config(shape, names, epilogue, gpu=target.gpu)
-    given = ((_loadable(x), _down(_tiles(x), -(-x.data.shape[0] // TILE_ROWS))) for x in (a, b))
-    return target.launch(config, *chain.from_iterable(given), *ends, None, None)[0]
+    return target.launch(config, *_given(a, b), *ends, None, None)[0]
 
 
 def grouped(
@@ -46,14 +46,36 @@ def grouped(
     spread = Grouped(_TILES)
     rows = jnp.pad(b.compact(), ((0, 0), (0, -n % TILE_ROWS), (0, 0)))
     b_tiles = _TILES.swizzle(rows.reshape(-1, rows.shape[-1]))
-    inside = jax.lax.cummax(jnp.clip(offsets, 0, m))  # as the kernel takes what they say
     with jax.enable_x64(True):  # it counts rows so
-        a_tiles = spread.swizzle(a.compact(), inside)
+        a_tiles = spread.swizzle(a.compact(), inside(offsets, m))
     down = spread.padded_rows(m, groups) // TILE_ROWS, rows.shape[1] // TILE_ROWS * groups
     left, right = _loadable(a), _loadable(b).reshape(groups * n, -1)
     band = sm100_config.supergroup(config, target.gpu)
     given = left, _down(a_tiles, down[0]), right, _down(b_tiles, down[1])
     return target.launch(config, *given, *ends, offsets, band)[0]
+
+
+def columns(
+    a: Operand,
+    b: Operand,
+    offsets: jax.Array,
+    epilogue: Epilogue,
+    ends: tuple[Any, ...],
+    target: Target,
+) -> jax.Array:
+    """The product of each group of columns of A and B, one below the other."""
+    names, groups = (a.name or "", b.name or ""), offsets.shape[0]
+    each = a.data.shape[0], b.data.shape[0], -(-b.k // groups)
+    how: dict[str, Any] = {"grouping": "k", "gpu": target.gpu}
+    config = sm100_config.choose_grouped(each, groups, names, epilogue, **how)
+    band = sm100_config.supergroup(config, target.gpu)
+    return target.launch(config, *_given(a, b), *ends, offsets, band)[0]
+
+
+def _given(a: Operand, b: Operand) -> tuple[jax.Array, ...]:
+    """Data and tiles of scales of both."""
+    given = ((_loadable(x), _down(_tiles(x), -(-x.data.shape[0] // TILE_ROWS))) for x in (a, b))
+    return tuple(chain.from_iterable(given))
 
 
 def _loadable(x: Operand) -> jax.Array:

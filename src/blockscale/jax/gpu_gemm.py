@@ -19,7 +19,7 @@ from .array import ScaledArray
 from .gpu_operand import Operand, alpha_of
 from .target import Target
 
-__all__ = ["grouped", "multiplied", "unsupported"]
+__all__ = ["columns", "grouped", "multiplied", "unsupported", "unsupported_columns"]
 
 _TMA = 16  # bytes that rows start at multiples of
 
@@ -47,6 +47,23 @@ def unsupported(
     if not reason and (left.row_bytes % _TMA or right.row_bytes % _TMA):
         return f"a, b: TMA wants rows of a multiple of {_TMA} bytes; pad K with zeros"
     return reason
+
+
+def unsupported_columns(
+    a: ScaledArray, b: ScaledArray, out: np.dtype, groups: int, target: Target
+) -> str:
+    """The same of groups along K."""
+    for name, q in (("a", a), ("b", b)):
+        if q.length is None:
+            return (
+                f"{name}: its contraction is not contiguous, and kernels take groups only so: "
+                "quantize columns (axis=-2) with k_major=True"
+            )
+    if target.gpu.arch != "sm_90a":
+        return unsupported(a, b, out, target, groups)
+    if a.format in fp8_config.FORMATS and a.format != b.format:
+        return f"a, b: no kernel multiplies groups along K of {a.format} by {b.format}"
+    return unsupported(a, b, out, target)
 
 
 class _Side(NamedTuple):
@@ -86,11 +103,22 @@ def grouped(
     return _of(target).grouped(left, right, offsets, *_ends(left, right, None, out), target)
 
 
+def columns(
+    a: ScaledArray, b: ScaledArray, offsets: jax.Array, out: np.dtype, target: Target
+) -> jax.Array:
+    """The product (groups, M, N) of each group along K, of operands whose groups are apart."""
+    left, right, groups = Operand.of(a, -1), Operand.of(b, -2), offsets.shape[0]
+    ends = _ends(left, right, None, out, groups)
+    product = _of(target).columns(left, right, offsets, *ends, target)
+    return product.reshape(groups, -1, product.shape[-1])
+
+
 def _ends(
-    a: Operand, b: Operand, bias: jax.Array | None, out: np.dtype
+    a: Operand, b: Operand, bias: jax.Array | None, out: np.dtype, outputs: int = 1
 ) -> tuple[Epilogue, tuple[Any, ...]]:
-    """What is done with accumulators, and what kernels take for it: the output, bias and alpha."""
-    m, n = a.data.shape[0], b.data.shape[-2]
+    """What is done with accumulators, and what kernels take for it: the output, or several one
+    below the other, bias and alpha."""
+    m, n = outputs * a.data.shape[0], b.data.shape[-2]
     alpha, ranks = alpha_of(a, b)
     bias = None if bias is None else bias.astype(FLOAT32)
     epilogue = Epilogue(

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from ..dtypes import BFLOAT16, INT32
 from ..formats import get_format
 from ..kernels.common.epilogue import Epilogue
+from ..kernels.common.groupings import square
 from ..kernels.sm90 import bf16_config, grouped_config, mixed_config
 from ..kernels.sm90 import config as fp8_config
 from ..kernels.sm90.mixed_choice import MixedKernels, choose_kernels, widens
@@ -18,7 +19,7 @@ from .gpu_operand import Operand
 from .launch import InPlace
 from .target import Target
 
-__all__ = ["grouped", "multiplied"]
+__all__ = ["columns", "grouped", "multiplied"]
 
 
 def multiplied(
@@ -51,7 +52,32 @@ def grouped(
         scales_apart=scale.shape[-1], groups=groups, gpu=gpu,
     )  # fmt: skip
     rest = offsets, *chosen.rest(gpu.multiprocessors)
-    return _by_widened(chosen, a, b._replace(data=below, scale=scale), (*ends, *rest), target)
+    return _by_widened(
+        chosen, a, b._replace(data=below, scale=scale, turned=False), (*ends, *rest), target
+    )
+
+
+def columns(
+    a: Operand,
+    b: Operand,
+    offsets: jax.Array,
+    epilogue: Epilogue,
+    ends: tuple[Any, ...],
+    target: Target,
+) -> jax.Array:
+    """The product of each group of columns of A and B, one below the other."""
+    gpu, shape = target.gpu, (a.data.shape[0], b.data.shape[0], b.k)
+    of_groups = shape, offsets.shape[0], epilogue
+    config: Any
+    given: tuple[jax.Array, ...]
+    if b.name in fp8_config.FORMATS:
+        config = grouped_config.k_grouped_candidates(*of_groups, gpu)[0]
+        given = a.data, a.by_rows(), b.data, b.by_rows()
+    else:
+        config = bf16_config.k_grouped_candidates(*of_groups, gpu=gpu)[0]
+        given = a.values(target), b.values(target)
+    band = square(config.tile, gpu.multiprocessors)
+    return target.launch(config, *given, *ends, offsets, band, gpu.multiprocessors)[0]
 
 
 def _fp8(
@@ -79,7 +105,7 @@ def _widened(
         shape, (a.name, b.name or ""), epilogue, scales_apart=scale.shape[-1], gpu=gpu
     )
     rest = chosen.rest(gpu.multiprocessors)
-    return _by_widened(chosen, a, b._replace(scale=scale), (*ends, *rest), target)
+    return _by_widened(chosen, a, b._replace(scale=scale, turned=False), (*ends, *rest), target)
 
 
 def _by_widened(

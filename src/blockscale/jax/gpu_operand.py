@@ -28,6 +28,7 @@ class Operand(NamedTuple):
         scale: (..., rows, blocks), or as ``layout`` stores it; None of bf16.
         scalar: the global scale, of formats that have one.
         format: None of bf16.
+        turned: compact scales lie (..., blocks, rows).
     """
 
     data: jax.Array
@@ -35,18 +36,16 @@ class Operand(NamedTuple):
     scalar: jax.Array | None
     format: Format | None
     layout: str
+    turned: bool = False
 
     @classmethod
     def of(cls, x: ScaledArray | jax.Array, axis: int) -> Operand:
         """The operand of an array whose contraction is ``axis``."""
         if not isinstance(x, ScaledArray):
             return cls(x, None, None, None, "compact")
-        data, scale = x.data, x.scale
-        if x.turned[0] != (axis == -2):
-            data = data.swapaxes(-1, -2)
-        if x.layout == "compact" and x.turned[1] != (axis == -2):
-            scale = scale.swapaxes(-1, -2)
-        return cls(as_bytes(data), as_bytes(scale), x.global_scale, x.kind, x.layout)
+        data = x.data if x.turned[0] == (axis == -2) else x.data.swapaxes(-1, -2)
+        turned = x.layout == "compact" and x.turned[1] != (axis == -2)
+        return cls(as_bytes(data), as_bytes(x.scale), x.global_scale, x.kind, x.layout, turned)
 
     @property
     def name(self) -> str | None:
@@ -63,7 +62,7 @@ class Operand(NamedTuple):
         assert self.format is not None
         assert self.scale is not None
         if self.layout == "compact":
-            return self.scale
+            return self.scale.swapaxes(-1, -2) if self.turned else self.scale
         shape = -(-self.data.shape[-2] // self.format.block[0]), -(-self.k // self.format.block[1])
         layout, dtype = get_layout(self.layout), self.format.scale.numpy_dtype
         stored = self.scale.view(layout.stored_dtype(dtype))
@@ -84,9 +83,11 @@ class Operand(NamedTuple):
         """bf16 of whole blocks, without the global scale."""
         if self.format is None:
             return self.data
+        assert self.scale is not None
         shape = self.data.shape[-2], self.k
-        stored = Stored(self.format, -1, "compact", shape, (False, False))
-        data, scale = self.data.view(self.format.element.numpy_dtype), self.compact()
+        stored = Stored(self.format, -1, "compact", shape, (False, self.turned))
+        data = self.data.view(self.format.element.numpy_dtype)
+        scale = self.scale if self.turned else self.compact()
         return gpu_dequantize.decoded(data, scale, None, stored, BFLOAT16, target)
 
 

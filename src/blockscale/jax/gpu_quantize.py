@@ -18,11 +18,13 @@ from .target import Target
 __all__ = ["encoded", "global_scale", "unsupported", "unsupported_global_scale"]
 
 
-def unsupported(scalar: jax.Array | None, asked: tuple[Asked, ...], target: Target) -> str:
+def unsupported(
+    scalar: jax.Array | None, asked: tuple[Asked, ...], target: Target, *, grouped: bool
+) -> str:
     """Why kernels cannot quantize so; empty where they can."""
     if scalar is not None and scalar.ndim:
         return "global_scale: no kernel takes one for each matrix"
-    return why_not(_request(asked), target.gpu.arch)
+    return why_not(_request(asked, grouped), target.gpu.arch)
 
 
 def unsupported_global_scale(asked: Globally, target: Target) -> str:
@@ -34,12 +36,14 @@ def encoded(
     x: jax.Array,
     scalar: jax.Array | None,
     steps: Steps,
+    offsets: jax.Array | None,
     asked: tuple[Asked, ...],
     target: Target,
 ) -> list[tuple[jax.Array, jax.Array]]:
     """Data and scales of ``x`` (..., M, K) along each of the axes that are ``asked`` for, rows
     first, as ``formulas.encoded`` gives them, from one read of ``x``."""
-    request, format = _request(asked), asked[0].format
+    request, format = _request(asked, offsets is not None), asked[0].format
+    groups = None if offsets is None else offsets.shape[0]
     matrix, batched = _as_matrices(x, request)
     config = _choose(matrix, request, target)
     kept = UINT8 if format.scale.nbytes == 1 else FLOAT32
@@ -48,7 +52,9 @@ def encoded(
     for each in asked:
         layout, first = each.layout, 2 * (each.axis == -2)
         found = output_shapes(
-            x.shape, format, each.axis, layout.name, k_major=each.k_major, batched=batched
+            *(x.shape, format, each.axis, layout.name, groups),
+            k_major=each.k_major,
+            batched=batched,
         )
         written[first] = jax.ShapeDtypeStruct(found.lines, format.element.numpy_dtype)
         written[first + 1] = jax.ShapeDtypeStruct(found.flat, layout.stored_dtype(kept))
@@ -56,7 +62,8 @@ def encoded(
     numbers, applied = asked[0].seed, _signs(asked[0], steps.signs)
     if numbers is not None:
         applied = steps.elements, numbers.value, *numbers[2:], *applied
-    parts = target.launch(config, (matrix,), tuple(written), scalar, None, None, applied or None)
+    given = scalar, offsets, None, applied or None
+    parts = target.launch(config, (matrix,), tuple(written), *given)
     pairs = zip(parts[::2], parts[1::2], strict=True)
     return [_shaped(x, pair, shape, format) for pair, shape in zip(pairs, shapes, strict=True)]
 
@@ -97,7 +104,7 @@ def _transforming(request: Request, hadamard: tuple[int, ...] | None) -> Request
     return request._replace(hadamard=size, draws_signs=len(words) == 1)
 
 
-def _request(asked: tuple[Asked, ...]) -> Request:
+def _request(asked: tuple[Asked, ...], grouped: bool) -> Request:
     first, *_ = asked
     request = Request(
         first.format.name,
@@ -105,6 +112,7 @@ def _request(asked: tuple[Asked, ...]) -> Request:
         tuple(each.layout.name for each in asked),
         first.scale_rounding,
         first.nonfinite,
+        grouped=grouped,
         k_major=first.k_major,
         stochastic=first.seed is not None,
         fours=first.seed is None or first.seed.fours,

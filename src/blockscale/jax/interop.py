@@ -26,18 +26,17 @@ def from_torch(q: ScaledTensor) -> ScaledArray:
 
     >>> q = bsj.from_torch(bs.quantize(torch.randn(256, 512), "nvfp4"))
 
-    Raises TypeError for what is none, ValueError for groups (``offsets``).
+    Raises TypeError for what is none.
     """
     if type(q).__name__ != "ScaledTensor":
         raise TypeError(f"q: got {type(q).__name__}; expected a blockscale.ScaledTensor")
-    if q.offsets is not None:
-        raise ValueError("q: has offsets, which arrays have not; quantize each group by itself")
     data, data_turned = _row_major(q.qdata)
     scales = q.qscale
     if get_layout(q.layout_name).word is None:  # tiles are bytes there
         scales = scales.view(q.format.scale.dtype)
     scale, scale_turned = _row_major(scales)
     size = q.shape[q.axis]
+    whole = not q.groups_apart if q.k_grouped else size % q.format.block_size == 0
     return ScaledArray(
         data,
         scale,
@@ -45,9 +44,11 @@ def from_torch(q: ScaledTensor) -> ScaledArray:
         format=q.format_name,
         axis=q.axis,
         layout=q.layout_name,
-        length=None if size % q.format.block_size == 0 else size,
+        length=None if whole else size,
         turned=(data_turned, scale_turned),
         dtype=numpy_dtype(q.dtype),
+        offsets=None if q.offsets is None else jnp.from_dlpack(q.offsets.detach()),
+        k_grouped=q.k_grouped,
     )
 
 
@@ -75,6 +76,8 @@ def to_torch(q: ScaledArray) -> ScaledTensor:
         dtype=torch_dtype(q.dtype),
         layout=q.layout,
         global_scale=None if q.global_scale is None else from_dlpack(q.global_scale),
+        offsets=None if q.offsets is None else from_dlpack(q.offsets),
+        k_grouped=q.k_grouped,
     )
 
 

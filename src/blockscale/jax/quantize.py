@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -31,6 +32,7 @@ def quantize(
     nonfinite: str = "propagate",
     global_scale: jax.Array | float | None = None,
     pad: bool = False,
+    offsets: jax.Array | None = None,
     seed: int | Seed | None = None,
     square: bool = False,
     hadamard: Hadamard | None = None,
@@ -54,6 +56,11 @@ def quantize(
         global_scale: fp32 multiplier that dequantizes, of NVFP4; default ``amax(x) / (448 * 6)``.
             Or ``x.shape[:-2]``, one for each matrix. Not looked at: positive and finite.
         pad: allow a contraction that is no multiple of the block.
+        offsets: int32 (groups,), ascending: the end of each expert's rows (dimension -2 of a
+            matrix); may be traced, and values are not looked at. With ``axis=-2`` blocks start anew
+            in each group (no padding needed), and groups are moved apart to tiles of 128
+            (docs/layouts.md), but for 8-bit data that is not ``k_major``; with ``axis=-1`` the
+            scales of each group start on a tile in layouts of tiles (tcgen05, packed).
         seed: round elements stochastically, by the bits that this seed has everywhere. Of a
             :class:`blockscale.Seed`, the step may be an int32, uint32 or int64 array (), which may
             be traced.
@@ -69,10 +76,10 @@ def quantize(
     up (arXiv 2506.08027).
     """
     how = scale_rounding, layout, nonfinite, pad, k_major, seed, square, scaling, hadamard
-    asked = check_quantize(x, Request(format, axis, *how))
+    asked = check_quantize(x, Request(format, axis, *how), offsets)
     x, steps = jax.lax.stop_gradient(x), steps_of(seed, hadamard)
     scalar = _global_scale(x, global_scale, steps, asked)
-    (quantized,) = _quantized(x, scalar, steps, asked)
+    (quantized,) = _quantized(x, scalar, steps, asked, offsets=offsets)
     return quantized
 
 
@@ -84,6 +91,7 @@ def quantize_both(
     nonfinite: str = "propagate",
     global_scale: jax.Array | float | None = None,
     pad: bool = False,
+    offsets: jax.Array | None = None,
     seed: int | Seed | None = None,
     square: bool = False,
     scaling: str = "amax",
@@ -98,10 +106,10 @@ def quantize_both(
     -2; raises as that does.
     """
     how = scale_rounding, "compact", nonfinite, pad, k_major, seed, square, scaling
-    both = [check_quantize(x, Request(format, axis, *how)) for axis in (-1, -2)]
+    both = [check_quantize(x, Request(format, axis, *how), offsets) for axis in (-1, -2)]
     x, steps = jax.lax.stop_gradient(x), steps_of(seed)
     scalar = _global_scale(x, global_scale, steps, both[0])
-    rows, columns = _quantized(x, scalar, steps, *both)
+    rows, columns = _quantized(x, scalar, steps, *both, offsets=offsets)
     return rows, columns
 
 
@@ -141,10 +149,16 @@ def _global_scale(
 
 
 def _quantized(
-    x: jax.Array, scalar: jax.Array | None, steps: Steps, *asked: Asked
+    x: jax.Array,
+    scalar: jax.Array | None,
+    steps: Steps,
+    *asked: Asked,
+    offsets: jax.Array | None,
 ) -> list[ScaledArray]:
-    parts = encoded(x, scalar, steps, *asked)
-    return [_wrapped(x, scalar, *pair, each) for pair, each in zip(parts, asked, strict=True)]
+    ends = None if offsets is None else jnp.asarray(offsets)
+    parts = encoded(x, scalar, steps, *asked, offsets=ends)
+    found = [_wrapped(x, scalar, *pair, each) for pair, each in zip(parts, asked, strict=True)]
+    return found if ends is None else [_in_groups(q, ends, x.shape[q.axis]) for q in found]
 
 
 def _wrapped(
@@ -162,3 +176,11 @@ def _wrapped(
         turned=(format.turned(asked.axis, asked.k_major), False),
         dtype=np.dtype(x.dtype),
     )
+
+
+def _in_groups(q: ScaledArray, offsets: jax.Array, size: int) -> ScaledArray:
+    """What was quantized so, along a contraction of so many elements."""
+    if q.axis == -1:
+        return replace(q, offsets=offsets)
+    length = size if q.turned[0] else None  # groups are apart where it is contiguous
+    return replace(q, offsets=offsets, k_grouped=True, length=length)

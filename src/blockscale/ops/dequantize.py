@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
+from ..apart import apart_position
 from ..formats import Format, get_format, padded_groups
 from ..kernels.common.gpu import Unsupported
 from ..kernels.common.runtime import gpu_of
@@ -64,7 +65,7 @@ def dequantize(
 
 def _together(apart: Tensor, k: int, axis: int, offsets: Tensor) -> Tensor:
     """Values of groups that were moved apart along ``axis``; zeros past the last one."""
-    out = apart.index_select(axis, reference.apart_position(offsets, k))
+    out = apart.index_select(axis, apart_position(offsets, k))
     inside = torch.arange(k, device=out.device) < offsets[-1]
     return torch.where(inside if axis == -1 else inside[:, None], out, 0)
 

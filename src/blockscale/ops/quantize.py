@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
+from ..apart import apart_position
 from ..blocks import spread_squares
 from ..formats import Format, get_format, padded_groups
 from ..hadamard import Hadamard, transformed
@@ -304,7 +305,7 @@ def _further(
 
 def _moved_apart(x: Tensor, offsets: Tensor) -> Tensor:
     """Rows of groups, each of which begins with a tile: then blocks start anew by themselves."""
-    position = reference.apart_position(offsets, len(x))[: int(offsets[-1])]
+    position = apart_position(offsets, len(x))[: int(offsets[-1])]
     apart = x.new_zeros(padded_groups(len(x), len(offsets)), x.shape[1])
     apart[position] = x[: len(position)]
     return apart
@@ -315,7 +316,7 @@ def _of_groups(
 ) -> Pair:
     """What was made of ``_moved_apart``: zeros as scales of blocks without rows, and data where it
     was, unless it stays ``apart``."""
-    position = reference.apart_position(offsets, rows)[: int(offsets[-1])]
+    position = apart_position(offsets, rows)[: int(offsets[-1])]
     used = torch.zeros(len(scale), dtype=torch.bool)
     used[position // fmt.block_size] = True
     scale = torch.where(used[:, None], as_bytes(scale), 0)

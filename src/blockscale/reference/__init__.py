@@ -12,12 +12,11 @@ from .fused import (
 )
 from .gemm import bounds, epilogue, gemm, grouped_gemm
 from .norms import layernorm, layernorm_backward, rmsnorm, rmsnorm_backward
-from .quantize import apart_position, dequantize, global_scale, quantize
+from .quantize import dequantize, global_scale, quantize
 from .route import route
 
 __all__ = [
     "amax",
-    "apart_position",
     "bounds",
     "combine",
     "dequantize",

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..apart import apart_position
 from ..blocks import decode_blocks, encode_blocks, finite_amax, store_scale
 from ..formats import GROUP_TILE, Format, padded_groups
 from ..philox import random_bits
@@ -21,7 +22,7 @@ from ..rounding import (
 from ..scaling import Scaling
 from ..seed import Numbers
 
-__all__ = ["apart_position", "dequantize", "global_scale", "quantize"]
+__all__ = ["dequantize", "global_scale", "quantize"]
 
 
 def quantize(
@@ -142,13 +143,3 @@ def _bits(global_scale: Tensor, dims: int) -> Tensor:
     """Of a scalar, or of one for each matrix, which has so many dimensions."""
     bits = float32_bits(global_scale)
     return bits.reshape(*bits.shape, *[1] * dims) if bits.numel() > 1 else bits.reshape(())
-
-
-def apart_position(offsets: Tensor, k: int) -> Tensor:
-    """Where each of ``k`` elements lies whose groups are moved apart; those of none, anywhere."""
-    element = torch.arange(k, device=offsets.device)
-    group = torch.searchsorted(offsets.to(torch.int64), element, right=True)
-    ends = torch.cat((offsets.new_zeros(1), offsets)).to(torch.int64)
-    start = ends[group]
-    position = (start // GROUP_TILE + group) * GROUP_TILE + element - start
-    return position.clamp(max=padded_groups(k, len(offsets)) - 1)

@@ -103,8 +103,6 @@ def _unsupported(
     format, axes, layouts = request.fmt, request.axes, request.layouts
     compact = set(layouts) == {"compact"}
     matrix = request.producer != "load" or request.grouped or request.gather or not compact
-    for argument, reason in _alone(request):
-        return f"{argument}: no kernel takes it with {reason}; leave out one of them"
     if len(shape) > 2 and matrix:
         return f"x has shape {tuple(shape)}: the kernels take matrices, or compact scales of more"
     if len(shape) < 2 and (matrix or -2 in axes or request.square):
@@ -126,22 +124,6 @@ def _unsupported(
     if dtype not in FLOATS:
         return f"dtype {dtype}: there are kernels for {', '.join(map(str, FLOATS))}"
     return why_not(request, gpu.arch)
-
-
-def _alone(request: Request) -> list[tuple[str, str]]:
-    """Arguments that only kernels of one plain matrix or batch take, with what they are given."""
-    asked = {
-        "seed": request.stochastic,
-        "hadamard": request.hadamard > 0,
-        "square": request.square,
-        "scaling": request.scaling != "amax",
-    }
-    given = {
-        "offsets": request.grouped,
-        "gather": request.gather,
-        f"producer {request.producer}": request.producer != "load",
-    }
-    return [(one, other) for one in asked if asked[one] for other in given if given[other]]
 
 
 def as_matrix(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, int, int] | None:

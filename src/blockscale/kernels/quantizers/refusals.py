@@ -14,6 +14,8 @@ def why_not(request: Request, arch: str) -> str:
     format = request.fmt
     if arch not in GPUS:
         return f"architecture {arch}: {no_kernels(arch, GPUS)}"
+    if reason := _why_not_together(request):
+        return reason
     if format.element.bits == 6:
         return f"format {format.name}: no kernel packs 6-bit elements"
     for layout in request.layouts:
@@ -26,13 +28,31 @@ def why_not(request: Request, arch: str) -> str:
     return _why_not_transform(request) or _why_not_scaling(request)
 
 
+def _why_not_together(request: Request) -> str:
+    """Some arguments only kernels of one plain matrix or batch take."""
+    asked = {
+        "seed": request.stochastic,
+        "hadamard": request.hadamard > 0,
+        "square": request.square,
+        "scaling": request.scaling != "amax",
+    }
+    given = {
+        "offsets": request.grouped,
+        "gather": request.gather,
+        f"producer {request.producer}": request.producer != "load",
+    }
+    found = [(one, other) for one in asked if asked[one] for other in given if given[other]]
+    found += [("square", "hadamard")] * (request.square and request.hadamard > 0)
+    for argument, other in found:
+        return f"{argument}: no kernel takes it with {other}; leave out one of them"
+    return ""
+
+
 def _why_not_transform(request: Request) -> str:
     """Lanes of a warp must have what is transformed: of a row, or rows of 4-bit columns."""
     format = request.fmt
     if not request.hadamard:
         return ""
-    if request.square:
-        return "square: no kernel takes it with hadamard; leave out one of them"
     if format.block[0] > 1:
         return f"hadamard: no kernel transforms before it has blocks of {format.name}"
     if -2 in request.axes and format.element.bits == 8:
