@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from ..nn import observing
-from ..nn.names import plain_name
 from ..nn.observing import Form, Made
 from ..nn.recipe import Recipe
 from ..watching import is_faked, is_transformed
@@ -28,6 +27,7 @@ from .form_kernels import FormKernels
 from .form_lines import Lines, lines_of
 from .form_numbers import Measured, evaluate
 from .form_samples import Sample, take_sample, values_of
+from .module_calls import Calls, hook_modules
 from .watch_data import NOTHING_SEEN
 from .watch_report import write_watch_report
 
@@ -144,7 +144,7 @@ class _Watcher:
         self.model, self.every, self.write = model, every, write
         self.step, self.backward_began = -1, True
         self.seen: _Seen | None = None  # of a watched step that is not over
-        self._calls, self._kernels = _Calls(), FormKernels()
+        self._calls, self._kernels = Calls(), FormKernels()
         self._closing: list[Callable[[], Any]] = []
 
     @contextmanager
@@ -217,20 +217,8 @@ class _Watcher:
         if "torch._dynamo" in sys.modules:  # else nothing is compiled
             stance = torch.compiler.set_stance("force_eager")
             self._closing.append(partial(stance.__exit__, None, None, None))
-        for name, module in self.model.named_modules():
-            if module is not self.model:
-                enter = partial(self._enter, plain_name(name))
-                self._closing += (
-                    module.register_forward_pre_hook(enter).remove,
-                    module.register_forward_hook(self._leave, always_call=True).remove,
-                )
+        self._closing.append(hook_modules(self.model, self._calls))
         observing.observer = self
-
-    def _enter(self, name: str, module: nn.Module, args: Any) -> None:
-        self._calls.enter(name)
-
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._calls.leave()
 
     def saw(self, place: tuple[Any, str], role: str, x: Any, forms: dict[str, Form]) -> None:
         name, part = place
@@ -262,22 +250,6 @@ class _Watcher:
             lines, nonfinite = seen.lines(json.dumps(about)[:-1])
         self.write(lines)
         _warn(self.step, [json.loads(lines[i]) for i in nonfinite])
-
-
-class _Calls(threading.local):
-    """Modules that are being called in a thread."""
-
-    def __init__(self) -> None:
-        self.outer: list[Any] = []
-        self.trains = True  # else it is a forward for itself, before the backward of another
-
-    def enter(self, name: str) -> None:
-        self.outer.append(observing.site() if self.outer else None)
-        observing.enter(name)
-
-    def leave(self) -> None:
-        if self.outer:
-            observing.enter(self.outer.pop())
 
 
 class _Seen:
