@@ -1,10 +1,9 @@
-"""Numbers of what a watched step has kept: computed on the device for many tensors at once, and
-read back once."""
+"""Numbers of what a watched step has kept: computed on the device for many tensors at once."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,15 +13,12 @@ from torch import Tensor
 from ..error_sums import SLACK
 from ..formats import FP32, UE4M3, Format, formats
 from ..kernels.common import watch_vector as at
-from ..kernels.common.watch_vector import SUMS, nan_code
-from ..kernels.cpu.spec import scale_values
 from .form_samples import About, Picks, Sample, counted
 
-__all__ = ["Blocks", "Measured", "compare", "evaluate", "numbers_of"]
+__all__ = ["Blocks", "Measured", "compare", "evaluate"]
 
 _COMPARED = at.ELEMENT - at.SUMS_AT  # numbers of what was compared
 _MASK = 0x7FFFFFFF
-_UE4M3 = scale_values(UE4M3).view(np.float32).tolist()
 
 
 class Measured(NamedTuple):
@@ -176,111 +172,3 @@ def _first(last: Tensor) -> Tensor:
     first = torch.where(flat.isfinite(), flat.shape[1], order).amin(1, keepdim=True)
     value = flat.gather(1, first.clamp(max=flat.shape[1] - 1))
     return torch.cat((first.to(torch.float64), value.to(torch.float64)), 1)
-
-
-# --- on the host ----------------------------------------------------------------------------------
-
-
-def numbers_of(parts: Sequence[tuple[About, np.ndarray]]) -> dict[str, Any]:
-    """Of all calls of a layer in a step: those of each sample, as a line of the file has them."""
-    about = parts[0][0]
-    exponents: dict[int, int] = {}
-    amax, elements, blocks, zero_blocks, nonfinite = 0.0, 0, 0, 0, 0
-    total = [0.0] * _COMPARED
-    where: dict[str, Any] = {}
-    for form, vector in parts:
-        numbers = vector.tolist()
-        largest, first, scalar = (numbers[i] for i in (at.AMAX, at.FIRST_BLOCK, at.GLOBAL_SCALE))
-        codes = numbers[at.CODES_AT : at.SUMS_AT]
-        amax = max(amax, largest) if math.isfinite(largest + amax) else math.nan
-        elements += math.prod(form.shape)
-        blocks += math.prod(form.blocks)
-        there = np.flatnonzero(vector[at.CODES_AT : at.SUMS_AT]).tolist()
-        for exponent, count in _exponents(there, codes, form.format, scalar):
-            exponents[exponent] = exponents.get(exponent, 0) + count
-        zero_blocks += int(sum(codes[: _least(form.format)]))
-        bad = int(codes[nan_code(form.format)])
-        if bad and not nonfinite:
-            where = _where(form, int(first), numbers[at.ELEMENT], numbers[at.VALUE])
-        nonfinite += bad
-        total = [a + b for a, b in zip(total, numbers[at.SUMS_AT : at.ELEMENT], strict=True)]
-    sums = dict(zip(SUMS, total, strict=False))
-    n = sums["compared"]
-    knows = n > 0
-    return {
-        "format": about.format.name,
-        "shape": list(about.shape),
-        "calls": len(parts),
-        "elements": elements,
-        "amax": amax if math.isfinite(amax) else None,
-        "nonfinite_blocks": nonfinite,
-        **where,
-        "blocks": blocks,
-        "zero_blocks": zero_blocks,
-        "scale_log2": _percentiles(exponents),
-        "scale_histogram": {str(e): exponents[e] for e in sorted(exponents)},
-        "compared": int(n) if knows else 0,
-        "sqnr_db": _decibel(sums["signal"], sums["noise"]) if knows else None,
-        "underflow": sums["flushed"] / n if knows else None,
-        "saturated": sums["saturated"] / n if knows else None,
-        "zeros": sums["zeros"] / n if knows else None,
-        "magnitude_histogram": list(map(int, total[len(SUMS) :])) if knows else None,
-    }
-
-
-def _least(format: Format) -> int:
-    """The first code that is of no zeros: of these fp32 has its smallest normal number."""
-    return 2 if format.scale is FP32 else 1
-
-
-def _exponents(
-    there: Sequence[int], codes: Sequence[float], format: Format, scalar: float
-) -> Iterator[tuple[int, int]]:
-    """floor(log2(scale)) of the codes that are ``there``, and how often each occurs."""
-    least, nan = _least(format), nan_code(format)
-    factor = 1.0 if math.isnan(scalar) else scalar
-    for code in there:
-        if least <= code < nan:
-            if format.scale is UE4M3:
-                yield math.frexp(_UE4M3[code] * factor)[1] - 1, int(codes[code])
-            else:
-                yield code - 127, int(codes[code])
-
-
-def _percentiles(exponents: dict[int, int]) -> dict[str, int] | None:
-    """Return percentiles of log2 of scales, without those of zeros."""
-    if not exponents:
-        return None
-    total, found, seen = sum(exponents.values()), dict[str, int](), 0
-    ordered = iter(sorted(exponents))
-    for name, share in (("min", 0.0), ("p1", 0.01), ("p50", 0.5), ("p99", 0.99), ("max", 1.0)):
-        while not found or seen < share * total:
-            exponent = next(ordered)
-            seen += exponents[exponent]
-            found[name] = exponent
-        found[name] = exponent
-    return {**found, "spread": found["max"] - found["min"]}
-
-
-def _where(sample: About, block: int, inside: float, value: float) -> dict[str, Any]:
-    """Where the first is that is not finite; where nobody has the values, its block begins."""
-    height, size = sample.format.block
-    *lead, down, across = sample.blocks
-    row, column, of_matrix = block // across % down, block % across, down * across
-    if sample.axis == -1:
-        row, column = row * height, column * size
-    else:
-        row, column = row * size, column * height
-    named = None
-    if inside < height * size:  # else nobody has the values
-        line, along = divmod(int(inside), size)
-        down, right = (line, along) if sample.axis == -1 else (along, line)
-        row, column = row + down, column + right
-        named = "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
-    matrix = [block // of_matrix] if lead else []
-    return {"first_nonfinite": [*matrix, row, column], "first_nonfinite_value": named}
-
-
-def _decibel(signal: float, noise: float) -> float | None:
-    """None: nothing was lost, there is nothing, or a value became infinite: no JSON has -inf."""
-    return 10 * math.log10(signal / noise) if signal and 0 < noise < math.inf else None

@@ -40,36 +40,34 @@ class FormRows:
     """Those of a step. Nothing is read back before they are evaluated."""
 
     def __init__(self) -> None:
-        self._kept: dict[Any, list[_Kept]] = {}
+        self._kept: list[_Kept] = []
+        self._last: dict[Any, _Kept] = {}  # of forms alike
 
     def add(self, number: int, way: RowWay, x: Tensor | None, parts: Parts) -> None:
         """Keep the row of a form of these parts, which was made of ``x``, by its ``number``."""
-        kept = self._room(way)
-        way.plan(x, parts, (kept.rows, len(kept.ways)))
+        plan = way.plan
+        device, picks = plan.places.device, plan.picks
+        alike = device, picks, _stream(device)
+        kept = self._last.get(alike)
+        if kept is None or len(kept.ways) == _ROWS:
+            rows = torch.zeros((_ROWS, row_words(picks)), dtype=torch.int32, device=device)
+            kept = self._last[alike] = _Kept(rows, [], [])
+            self._kept.append(kept)
+        plan(x, parts, (kept.rows, len(kept.ways)))
         kept.ways.append(way)
         kept.numbers.append(number)
-
-    def _room(self, way: RowWay) -> _Kept:
-        device, picks = way.plan.places.device, way.plan.picks
-        key = device, picks, _stream(device)
-        alike = self._kept.setdefault(key, [])
-        if not alike or len(alike[-1].ways) == _ROWS:
-            shape = _ROWS, row_words(picks)
-            rows = torch.zeros(shape, dtype=torch.int32, device=device)
-            alike.append(_Kept(rows, [], []))
-        return alike[-1]
 
     def evaluate(self) -> dict[int, Measured]:
         """The numbers of all forms by theirs; nothing is kept any more."""
         found: dict[int, Measured] = {}
-        for alike in self._kept.values():
-            for rows, ways, numbers in alike:
-                words = rows[: len(ways), : Word.PICKS].cpu().numpy()
-                known = ways[0].plan.picks > 0  # what they are of
-                vectors = _vectors(words, [way.about for way in ways], known)
-                for number, way, vector in zip(numbers, ways, vectors, strict=True):
-                    found[number] = Measured(way.about, vector)
+        for rows, ways, numbers in self._kept:
+            words = rows[: len(ways), : Word.PICKS].cpu().numpy()
+            known = ways[0].plan.picks > 0  # what they are of
+            vectors = _vectors(words, [way.about for way in ways], known)
+            for number, way, vector in zip(numbers, ways, vectors, strict=True):
+                found[number] = Measured(way.about, vector)
         self._kept.clear()
+        self._last.clear()
         return found
 
 

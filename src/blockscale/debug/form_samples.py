@@ -92,7 +92,7 @@ def values_of(x: Any) -> Any:
     x = getattr(x, "source", x)  # of ranks that agree on a global scale
     if isinstance(x, Tensor):  # a weight that ranks have gathered quantized has none
         x = getattr(x, "master", x)
-        return None if x is None else x.detach()
+        return x.detach() if x is not None and x.requires_grad else x
     return x if isinstance(x, Rows | Activated | ActivatedBackward) else None
 
 

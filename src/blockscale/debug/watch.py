@@ -20,13 +20,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from ..nn import observing
-from ..nn.names import plain_name
-from ..nn.observing import Form
+from ..nn.observing import Form, Made
 from ..nn.recipe import Recipe
 from ..watching import is_faked, is_transformed
 from .form_kernels import FormKernels
-from .form_numbers import Measured, evaluate, numbers_of
+from .form_lines import Lines, lines_of
+from .form_numbers import Measured, evaluate
 from .form_samples import Sample, take_sample, values_of
+from .module_calls import Calls, hook_modules
 from .watch_data import NOTHING_SEEN
 from .watch_report import write_watch_report
 
@@ -92,8 +93,8 @@ def watch(
         files = _new_files(Path(out))
         with files.jsonl.open("a", encoding="utf-8") as file:
 
-            def write(lines: Sequence[Any]) -> None:
-                file.writelines(json.dumps(line) + "\n" for line in lines)
+            def write(lines: Sequence[str]) -> None:
+                file.writelines(lines)
                 file.flush()  # a run that is killed leaves them
 
             watcher = _Watcher(model, every, write)
@@ -130,22 +131,20 @@ def _new_files(folder: Path) -> WatchFiles:
         number += 1
 
 
-class _Key(NamedTuple):
-    module: str
-    tensor: str
-    product: str
+#: Of a line: module, tensor and product.
+_Key = tuple[str, str, str]
 
 
 class _Watcher:
     """Counts steps, and looks at some. Hooks of modules say whose tensors are seen."""
 
     def __init__(
-        self, model: nn.Module, every: int, write: Callable[[Sequence[Any]], None]
+        self, model: nn.Module, every: int, write: Callable[[Sequence[str]], None]
     ) -> None:
         self.model, self.every, self.write = model, every, write
         self.step, self.backward_began = -1, True
         self.seen: _Seen | None = None  # of a watched step that is not over
-        self._calls, self._kernels = _Calls(), FormKernels()
+        self._calls, self._kernels = Calls(), FormKernels()
         self._closing: list[Callable[[], Any]] = []
 
     @contextmanager
@@ -218,20 +217,8 @@ class _Watcher:
         if "torch._dynamo" in sys.modules:  # else nothing is compiled
             stance = torch.compiler.set_stance("force_eager")
             self._closing.append(partial(stance.__exit__, None, None, None))
-        for name, module in self.model.named_modules():
-            if module is not self.model:
-                enter = partial(self._enter, plain_name(name))
-                self._closing += (
-                    module.register_forward_pre_hook(enter).remove,
-                    module.register_forward_hook(self._leave, always_call=True).remove,
-                )
+        self._closing.append(hook_modules(self.model, self._calls))
         observing.observer = self
-
-    def _enter(self, name: str, module: nn.Module, args: Any) -> None:
-        self._calls.enter(name)
-
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._calls.leave()
 
     def saw(self, place: tuple[Any, str], role: str, x: Any, forms: dict[str, Form]) -> None:
         name, part = place
@@ -239,7 +226,8 @@ class _Watcher:
             return
         if self.seen is None or not self._calls.trains or is_faked() or is_transformed():
             return
-        name = ".".join(filter(None, (name, part)))
+        if part:
+            name = f"{name}.{part}" if name else part
         if not (_modes() or torch.is_grad_enabled()):  # as in most layers
             self.seen.add(name, role, x, forms)
             return
@@ -255,28 +243,13 @@ class _Watcher:
         for close in self._closing:
             close()
         self._closing.clear()
+        about: dict[str, int] = {"step": self.step}
+        if _is_ranked():
+            about["rank"] = torch.distributed.get_rank()
         with torch.no_grad():
-            lines = seen.lines()
-        rank = {"rank": torch.distributed.get_rank()} if _is_ranked() else {}
-        about = {"step": self.step, **rank}
-        self.write([{**about, **key._asdict(), **numbers} for key, numbers in lines])
-        _warn(self.step, [(key, line) for key, line in lines if line["nonfinite_blocks"]])
-
-
-class _Calls(threading.local):
-    """Modules that are being called in a thread."""
-
-    def __init__(self) -> None:
-        self.outer: list[Any] = []
-        self.trains = True  # else it is a forward for itself, before the backward of another
-
-    def enter(self, name: str) -> None:
-        self.outer.append(observing.site() if self.outer else None)
-        observing.enter(name)
-
-    def leave(self) -> None:
-        if self.outer:
-            observing.enter(self.outer.pop())
+            lines, nonfinite = seen.lines(json.dumps(about)[:-1])
+        self.write(lines)
+        _warn(self.step, [json.loads(lines[i]) for i in nonfinite])
 
 
 class _Seen:
@@ -296,35 +269,39 @@ class _Seen:
             self._add(name, role, x, forms)
 
     def _add(self, name: str, role: str, x: Any, forms: dict[str, Form]) -> None:
-        backward = _in_backward()
-        new = {}
+        backward, new = _in_backward(), []
         for product, form in forms.items():
-            key = _Key(name, role, product)
+            key = name, role, product
             if not backward:
                 self._in_forward.add(key)
-            if not (backward and key in self._in_forward):  # checkpoints compute it again
-                new[key] = form
+            elif key in self._in_forward:  # checkpoints compute it again
+                continue
+            new.append((key, form))
         if not new:
             return
         values = values_of(x)
         of_rows = values is not None and not isinstance(values, Tensor)
-        left: dict[int, Form] = {}
-        for key, form in new.items():
+        left: list[tuple[int, Any, Form]] = []
+        for key, form in new:
             number, self._count = self._count, self._count + 1
             self._of.setdefault(key, []).append(number)
-            if of_rows or not self._kernels.add(number, values, form):
-                left[number] = form
-        self._sample(values, left)
+            known = None if isinstance(form, Made) and form.is_transformed else values
+            if of_rows or not self._kernels.add(number, known, form):
+                left.append((number, known, form))
+        if left:
+            self._sample(left)
 
-    def _sample(self, values: Any, forms: dict[int, Form]) -> None:
-        """Forms that no kernel looks at."""
-        matrix, limits = values if isinstance(values, Tensor) else getattr(values, "x", None), None
-        if forms and matrix is not None and matrix.numel():
-            low, high = torch.aminmax(matrix)
-            limits = low, high
-        for number, form in forms.items():
-            q = form.tensor() if isinstance(form, observing.Made) else form
-            self._waiting.append((number, take_sample(values, q, limits)))
+    def _sample(self, forms: list[tuple[int, Any, Form]]) -> None:
+        """Forms of one tensor that no kernel looks at, and what has its values."""
+        limits = None
+        for number, values, form in forms:
+            matrix = values if isinstance(values, Tensor) else getattr(values, "x", None)
+            if limits is None and matrix is not None and matrix.numel():
+                low, high = torch.aminmax(matrix)
+                limits = low, high
+            q = form.tensor() if isinstance(form, Made) else form
+            known = None if matrix is None else limits
+            self._waiting.append((number, take_sample(values, q, known)))
         if len(self._waiting) >= _BATCH:
             self._measure()
 
@@ -333,16 +310,22 @@ class _Seen:
         self._measured |= zip(numbers, evaluate(samples), strict=True)
         self._waiting.clear()
 
-    def lines(self) -> list[tuple[_Key, dict[str, Any]]]:
+    def lines(self, about: str) -> Lines:
+        """Lines of the file; ``about``: what all of them begin with."""
         self._measure()
         self._measured |= self._kernels.evaluate()
         if not self._measured:
-            return []
+            return Lines([], [])
         rows = self._read_back()
-        return [
-            (key, numbers_of([(self._measured[i].about, rows[i]) for i in members]))
-            for key, members in self._of.items()
+        order = [i for members in self._of.values() for i in members]
+        abouts = [self._measured[i].about for i in order]
+        vectors = np.stack([rows[i] for i in order])
+        quoted = {module: json.dumps(module) for module, _, _ in self._of}
+        heads = [
+            f'{about}, "module": {quoted[module]}, "tensor": "{tensor}", "product": "{product}"'
+            for module, tensor, product in self._of
         ]
+        return lines_of(heads, abouts, vectors, [len(members) for members in self._of.values()])
 
     def _read_back(self) -> dict[int, np.ndarray]:
         """Vectors by the numbers of their forms; a device's are read back at once."""
@@ -368,16 +351,16 @@ def _is_ranked() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def _warn(step: int, found: list[tuple[_Key, dict[str, Any]]]) -> None:
+def _warn(step: int, found: list[dict[str, Any]]) -> None:
     if not found:
         return
-    key, line = found[0]
+    line = found[0]
     value, at = line.get("first_nonfinite_value"), line["first_nonfinite"]
     others = f"; {len(found) - 1} more after it" if len(found) > 1 else ""
     warnings.warn(
-        f"step {step}: {key.tensor} of {key.module or 'the model'} for {key.product} have NaN or "
-        f"infinities in {line['nonfinite_blocks']} of {line['blocks']} blocks, the first"
-        f"{f' ({value})' if value else ''} at {at}{others}",
+        f"step {step}: {line['tensor']} of {line['module'] or 'the model'} for {line['product']} "
+        f"have NaN or infinities in {line['nonfinite_blocks']} of {line['blocks']} blocks, the "
+        f"first{f' ({value})' if value else ''} at {at}{others}",
         NonfiniteWarning,
         stacklevel=2,
     )

@@ -24,7 +24,7 @@ from .output_dtype import output_dtype
 from .plan_cache import attempt, find, planned
 from .product_launches import ProductLaunch, ProductOperand
 from .quantize_launches import Asked, Parts
-from .recipe import PRODUCTS_OF, Recipe
+from .recipe import Recipe
 from .seeds import LayerSeed, seed_of
 from .weight_launch import WeightLaunch
 
@@ -183,7 +183,7 @@ class LayerPlan:
         matrix = _matrix(x)
         rows, columns = self._x(matrix, None, seed_of(seed, "activations"))
         assert rows is not None
-        _tell("activations", matrix, self._x, rows, columns)
+        observing.made("activations", matrix, self._x, rows, columns)
         y, global_scale = self._fprop(rows, weight, bias, dgrad=dgrad, seed=seed)
         return y, (columns, global_scale)
 
@@ -251,7 +251,7 @@ class FpropPlan:
     ) -> tuple[Tensor, Tensor | None]:
         """The product, and the weight's global scale."""
         w = self._weight(weight, dgrad=dgrad, seed=seed_of(seed, "weights"))
-        _tell("weights", weight, self._weight.launch, w, None)
+        observing.made("weights", weight, self._weight.launch, w, None)
         return self._multiply(rows, w, None if bias is None else bias.detach()), w.global_scale
 
 
@@ -298,13 +298,13 @@ class BackwardPlan:
         g = _matrix(grad)
         if self._quantize is not None:
             rows, g_columns = self._quantize(g, None, seed_of(seed, "gradients"))
-            _tell("gradients", g, self._quantize, rows, g_columns)
+            observing.made("gradients", g, self._quantize, rows, g_columns)
         if self._dgrad is not None:
             assert rows is not None
             assert weight is not None
             scale = global_scale if self._one_scale else None
             w = self._weight(weight, scale, seed=seed_of(seed, "weights"))
-            _tell("weights", weight, self._weight.launch, None, w)
+            observing.made("weights", weight, self._weight.launch, None, w)
             of_x = self._dgrad(rows, w)
         del rows  # the peak of memory is in the product to come
         if self._wgrad is not None:
@@ -318,19 +318,6 @@ class BackwardPlan:
         if bias_grad:
             of_bias = g.sum(0, dtype=torch.float32).to(self._bias_dtype)
         return of_x, of_weight, of_bias
-
-
-def _tell(
-    role: str, x: Tensor, launch: OperandLaunch, rows: Parts | None, columns: Parts | None
-) -> None:
-    """Tell the observer, if there is one, of the parts of an operand that ``launch`` has made."""
-    if observing.observer is None:
-        return
-    for product, parts, axis in zip(PRODUCTS_OF[role], (rows, columns), (-1, -2), strict=True):
-        if parts is not None:
-            made = observing.Made(launch, parts, axis)
-            given = None if launch.is_transformed(axis) else x  # else nobody has what was quantized
-            observing.saw(role, given, **{product: made})
 
 
 def _matrix(x: Tensor) -> Tensor:

@@ -12,11 +12,14 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
+from torch import Tensor
+
 from ..tensor import ScaledTensor
 from .method_launches import OperandLaunch
 from .quantize_launches import Parts
+from .recipe import PRODUCTS_OF
 
-__all__ = ["Form", "Made", "Observer", "at", "enter", "narrow", "observer", "saw", "site"]
+__all__ = ["Form", "Made", "Observer", "at", "enter", "made", "narrow", "observer", "saw", "site"]
 
 
 class Made(NamedTuple):
@@ -25,6 +28,11 @@ class Made(NamedTuple):
     launch: OperandLaunch
     parts: Parts
     axis: int
+
+    @property
+    def is_transformed(self) -> bool:
+        """Whether a transform of what the quantizer was given was quantized."""
+        return self.launch.is_transformed(self.axis)
 
     def tensor(self) -> ScaledTensor:
         """That has these parts."""
@@ -92,6 +100,22 @@ def narrow(part: str) -> None:
 def saw(role: str, x: Any, **forms: Form | None) -> None:
     """Tell the observer, if there is one, of the ``forms`` of ``x`` that were made."""
     if observer is not None:
-        made = {product: form for product, form in forms.items() if form is not None}
-        if made:
-            observer.saw((_here.site, _here.part), role, x, made)
+        told = {product: form for product, form in forms.items() if form is not None}
+        if told:
+            observer.saw((_here.site, _here.part), role, x, told)
+
+
+def made(
+    role: str, x: Tensor, launch: OperandLaunch, rows: Parts | None, columns: Parts | None
+) -> None:
+    """Tell the observer, if there is one, of the parts of ``x`` that a plan's ``launch`` wrote."""
+    if observer is None:
+        return
+    by_rows, by_columns = PRODUCTS_OF[role]
+    forms: dict[str, Form] = {}
+    if rows is not None:
+        forms[by_rows] = Made(launch, rows, -1)
+    if columns is not None:
+        forms[by_columns] = Made(launch, columns, -2)
+    if forms:
+        observer.saw((_here.site, _here.part), role, x, forms)
