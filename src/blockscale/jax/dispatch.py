@@ -16,8 +16,11 @@ from ..kernels.cpu import xla as loops
 from ..layouts import get_layout
 from ..layouts.base import as_bytes
 from ..layouts.scales import swizzle_scale, unswizzle_scale
-from . import formulas, gpu_dequantize, gpu_quantize
+from . import factors, formulas, gpu_dequantize, gpu_quantize
+from .cut import Cut, Dims, Work, names_of
 from .formulas import Asked, Stored
+from .partition import partitioned
+from .seeds import words_of_shard
 from .target import Target, current_target, fall_back
 from .varying import varies_as_given
 
@@ -50,6 +53,31 @@ def _encoded(
     asked: tuple[Asked, ...],
     target: Target | None,
 ) -> list[tuple[jax.Array, jax.Array]]:
+    dims, of_scalar, results = factors.of_quantize(x.shape, scalar, asked)
+    of_step: list[Dims] = [] if step is None else [()]
+    seed = asked[0].seed
+
+    def run(cut: Cut) -> Callable[..., list[tuple[jax.Array, jax.Array]]]:
+        if seed is None or not cut.axes_of(dims):
+            return _encode(asked, target)
+        if target is not None:
+            fall_back("quantize", "seed: no kernel takes where a shard of a sharded array begins")
+
+        def of_shard(
+            x: jax.Array, scalar: jax.Array | None, step: jax.Array
+        ) -> list[tuple[jax.Array, jax.Array]]:
+            words = words_of_shard(step, seed, x.shape, cut, dims)
+            return [formulas.encoded(x, scalar, words, each) for each in asked]
+
+        return of_shard
+
+    work = Work(run, (dims, *of_scalar, *of_step), tuple(results))
+    return partitioned(work)(x, scalar, step)
+
+
+def _encode(
+    asked: tuple[Asked, ...], target: Target | None
+) -> Callable[..., list[tuple[jax.Array, jax.Array]]]:
     def by_formulas(
         x: jax.Array, scalar: jax.Array | None, step: jax.Array | None
     ) -> list[tuple[jax.Array, jax.Array]]:
@@ -65,10 +93,15 @@ def _encoded(
     ) -> list[tuple[jax.Array, jax.Array]]:
         return gpu_quantize.encoded(x, scalar, step, asked, target)
 
-    looped = step is None and _takes(asked[0].format, scalar)
-    ways = {"cpu": by_loops} if looped else {}
-    ways |= on_target(target, by_kernels)
-    return by_platform(ways, by_formulas)(x, scalar, step)
+    def run(
+        x: jax.Array, scalar: jax.Array | None, step: jax.Array | None
+    ) -> list[tuple[jax.Array, jax.Array]]:
+        looped = step is None and _takes(asked[0].format, scalar)
+        ways = {"cpu": by_loops} if looped else {}
+        ways |= on_target(target, by_kernels)
+        return by_platform(ways, by_formulas)(x, scalar, step)
+
+    return run
 
 
 def _by_loops(x: jax.Array, scalar: jax.Array | None, asked: Asked) -> tuple[jax.Array, jax.Array]:
@@ -102,6 +135,16 @@ def _decoded(
     dtype: np.dtype,
     target: Target | None,
 ) -> jax.Array:
+    values, operands = factors.of_dequantize(stored, scalar)
+
+    def run(cut: Cut) -> Callable[..., jax.Array]:
+        shard = stored._replace(shape=cut.shape(values, stored.shape))
+        return _decode(shard, dtype, target)
+
+    return partitioned(Work(run, tuple(operands), (values,)))(data, scale, scalar)
+
+
+def _decode(stored: Stored, dtype: np.dtype, target: Target | None) -> Callable[..., jax.Array]:
     def by_formulas(data: jax.Array, scale: jax.Array, scalar: jax.Array | None) -> jax.Array:
         return formulas.decoded(data, scale, scalar, stored).astype(dtype)
 
@@ -122,9 +165,12 @@ def _decoded(
     ) -> jax.Array:
         return gpu_dequantize.decoded(data, scale, scalar, stored, dtype, target)
 
-    ways = {"cpu": by_loops} if _takes(stored.format, scalar) else {}
-    ways |= on_target(target, by_kernels)
-    return by_platform(ways, by_formulas)(data, scale, scalar)
+    def run(data: jax.Array, scale: jax.Array, scalar: jax.Array | None) -> jax.Array:
+        ways = {"cpu": by_loops} if _takes(stored.format, scalar) else {}
+        ways |= on_target(target, by_kernels)
+        return by_platform(ways, by_formulas)(data, scale, scalar)
+
+    return run
 
 
 def global_scale(x: jax.Array, format: Format) -> jax.Array:
@@ -143,7 +189,17 @@ def _global_scale(x: jax.Array, format: Format, target: Target | None) -> jax.Ar
     by_loops = partial(loops.global_scale, format=format)
     ways: dict[str, Callable[..., jax.Array]] = {"cpu": by_loops}
     ways |= on_target(target, by_kernels)
-    return by_platform(ways, by_formulas)(x)
+    dims = factors.of_values(x.shape)
+
+    def run(cut: Cut) -> Callable[[jax.Array], jax.Array]:
+        axes = cut.axes_of(dims)
+        if not axes:
+            return by_platform(ways, by_formulas)
+        return lambda x: formulas.default_global_scale(
+            jax.lax.pmax(formulas.largest_finite(x), axes), format
+        )
+
+    return partitioned(Work(run, (dims,), ((),), sums=names_of(dims)))(x)
 
 
 def multiplied(
@@ -152,9 +208,11 @@ def multiplied(
     """``x @ w.mT`` in fp32, of a few rows by a weight (N, K) that is stored along K, with compact
     scales."""
 
-    def by_values(x: jax.Array, *parts: jax.Array | None) -> jax.Array:
+    def by_values(
+        x: jax.Array, data: jax.Array, scale: jax.Array, scalar: jax.Array | None
+    ) -> jax.Array:
         how = Stored(format, -1, "compact", (data.shape[0], x.shape[-1]), (False, False))
-        w = formulas.decoded(*parts, how)
+        w = formulas.decoded(data, scale, scalar, how)
         return jnp.matmul(x, w.mT, precision=jax.lax.Precision.HIGHEST)
 
     def by_loops(

@@ -8,7 +8,7 @@ traced, for them alone.
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -81,13 +81,18 @@ class Stored(NamedTuple):
 def encoded(
     x: jax.Array, scalar: jax.Array | None, step: jax.Array | None, asked: Asked
 ) -> tuple[jax.Array, jax.Array]:
-    """Data and scales of ``x``, as they are stored; ``step``: as of ``seeds.step_words``."""
+    """Data and scales of ``x``, as they are stored; ``step``: as of ``seeds.step_words``, or of a
+    shard, ``seeds.words_of_shard``."""
     format, axis = asked.format, asked.axis
     with jax.enable_x64(True):
         noise = None
         if asked.seed is not None and step is not None:
-            low, high = step.astype(jnp.int64)
-            noise = random_bits(asked.seed._replace(step=low | high << 32), x)
+            words = step.astype(jnp.int64)
+            seed = asked.seed._replace(step=words[0] | words[1] << 32)
+            if len(words) > 2:
+                first: Any = words[2] | words[3] << 32
+                seed = seed._replace(first=first)
+            noise = random_bits(seed, x)
         codes, scale = encode_blocks(
             _turn(x, axis == -2),
             format,
