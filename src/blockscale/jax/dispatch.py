@@ -16,9 +16,12 @@ from ..kernels.cpu import xla as loops
 from ..layouts import get_layout
 from ..layouts.base import as_bytes
 from ..layouts.scales import unswizzle_scale
-from . import formulas, gpu_dequantize, gpu_quantize
+from . import factors, formulas, gpu_dequantize, gpu_quantize
+from .cut import Cut, Work, names_of
 from .formulas import Asked, Globally, Steps, Stored
 from .groups import as_stored, moved_apart
+from .partition import partitioned
+from .seeds import of_shard
 from .target import Target, current_target, fall_back
 from .varying import varies_as_given
 
@@ -65,6 +68,31 @@ def _encoded(
     asked: tuple[Asked, ...],
     target: Target | None,
 ) -> list[tuple[jax.Array, jax.Array]]:
+    grouped, seed = offsets is not None, asked[0].seed
+    dims, of_scalar, results = factors.of_quantize(x.shape, scalar, asked, grouped)
+
+    def run(cut: Cut) -> Callable[..., list[tuple[jax.Array, jax.Array]]]:
+        if seed is None or not cut.axes_of(dims):
+            return _encode(asked, target)
+        if target is not None:
+            fall_back("quantize", "seed: no kernel takes where a shard of a sharded array begins")
+
+        def by_formulas(
+            x: jax.Array, scalar: jax.Array | None, steps: Steps, offsets: None
+        ) -> list[tuple[jax.Array, jax.Array]]:
+            own = of_shard(steps, seed, x.shape, cut, dims)
+            return [formulas.encoded(x, scalar, own, offsets, each) for each in asked]
+
+        return by_formulas
+
+    whole = factors.whole((steps, offsets))
+    work = Work(run, (dims, *of_scalar, *whole), tuple(results))
+    return partitioned(work)(x, scalar, steps, offsets)
+
+
+def _encode(
+    asked: tuple[Asked, ...], target: Target | None
+) -> Callable[..., list[tuple[jax.Array, jax.Array]]]:
     def by_formulas(*given: Any) -> list[tuple[jax.Array, jax.Array]]:
         return [formulas.encoded(*given, each) for each in asked]
 
@@ -83,10 +111,15 @@ def _encoded(
     ) -> list[tuple[jax.Array, jax.Array]]:
         return gpu_quantize.encoded(x, scalar, steps, offsets, asked, target)
 
-    looped = asked[0].seed is None and asked[0].scaling == "amax"
-    ways = {"cpu": by_loops} if looped and _takes(asked[0].blocked, scalar) else {}
-    ways |= on_target(target, by_kernels)
-    return by_platform(ways, by_formulas)(x, scalar, steps, offsets)
+    def run(
+        x: jax.Array, scalar: jax.Array | None, *rest: Any
+    ) -> list[tuple[jax.Array, jax.Array]]:
+        looped = asked[0].seed is None and asked[0].scaling == "amax"
+        ways = {"cpu": by_loops} if looped and _takes(asked[0].blocked, scalar) else {}
+        ways |= on_target(target, by_kernels)
+        return by_platform(ways, by_formulas)(x, scalar, *rest)
+
+    return run
 
 
 def _by_loops(
@@ -121,6 +154,16 @@ def _decoded(
     dtype: np.dtype,
     target: Target | None,
 ) -> jax.Array:
+    values, operands = factors.of_dequantize(stored, scalar)
+
+    def run(cut: Cut) -> Callable[..., jax.Array]:
+        shard = stored._replace(shape=cut.shape(values, stored.shape))
+        return _decode(shard, dtype, target)
+
+    return partitioned(Work(run, tuple(operands), (values,)))(data, scale, scalar)
+
+
+def _decode(stored: Stored, dtype: np.dtype, target: Target | None) -> Callable[..., jax.Array]:
     def by_formulas(data: jax.Array, scale: jax.Array, scalar: jax.Array | None) -> jax.Array:
         return formulas.decoded(data, scale, scalar, stored).astype(dtype)
 
@@ -141,9 +184,12 @@ def _decoded(
     ) -> jax.Array:
         return gpu_dequantize.decoded(data, scale, scalar, stored, dtype, target)
 
-    ways = {"cpu": by_loops} if _takes(stored.format, scalar) else {}
-    ways |= on_target(target, by_kernels)
-    return by_platform(ways, by_formulas)(data, scale, scalar)
+    def run(data: jax.Array, scale: jax.Array, scalar: jax.Array | None) -> jax.Array:
+        ways = {"cpu": by_loops} if _takes(stored.format, scalar) else {}
+        ways |= on_target(target, by_kernels)
+        return by_platform(ways, by_formulas)(data, scale, scalar)
+
+    return run
 
 
 def global_scale(x: jax.Array, step: jax.Array | None, asked: Globally) -> jax.Array:
@@ -168,7 +214,18 @@ def _global_scale(
     # loops leave no room above the largest scale
     ways: dict[str, Callable[..., jax.Array]] = {"cpu": by_loops} if asked.scaling == "amax" else {}
     ways |= on_target(target, by_kernels)
-    return by_platform(ways, by_formulas)(x, step)
+    dims = factors.of_values(x.shape, asked)
+
+    def run(cut: Cut) -> Callable[..., jax.Array]:
+        axes = cut.axes_of(dims)
+        if not axes:
+            return by_platform(ways, by_formulas)
+        return lambda x, step: formulas.global_scale_of(
+            jax.lax.pmax(formulas.largest_finite(x, step, asked), axes), asked
+        )
+
+    work = Work(run, (dims, *factors.whole(step)), ((),), sums=names_of(dims))
+    return partitioned(work)(x, step)
 
 
 def multiplied(
@@ -177,9 +234,11 @@ def multiplied(
     """``x @ w.mT`` in fp32, of a few rows by a weight (N, K) that is stored along K, with compact
     scales."""
 
-    def by_values(x: jax.Array, *parts: jax.Array | None) -> jax.Array:
+    def by_values(
+        x: jax.Array, data: jax.Array, scale: jax.Array, scalar: jax.Array | None
+    ) -> jax.Array:
         how = Stored(format, -1, "compact", (data.shape[0], x.shape[-1]), (False, False))
-        w = formulas.decoded(*parts, how)
+        w = formulas.decoded(data, scale, scalar, how)
         return jnp.matmul(x, w.mT, precision=jax.lax.Precision.HIGHEST)
 
     def by_loops(

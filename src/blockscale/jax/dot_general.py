@@ -147,13 +147,29 @@ def _product(
     def sizes(x: jax.Array, axes: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(x.shape[i] for i in axes)
 
-    batch = sizes(lhs, left_batch)
-    lead = (math.prod(batch),) if batch else ()
-    k = math.prod(sizes(lhs, left_k))
-    left = lhs.transpose((*left_batch, *left_free, *left_k)).reshape((*lead, -1, k))
-    right = rhs.transpose((*right_batch, *right_k, *right_free)).reshape((*lead, k, -1))
-    y = product(left, right, formats, out_dtype)
-    return y.reshape((*batch, *sizes(lhs, left_free), *sizes(rhs, right_free)))
+    lead = [left_batch] if left_batch else []
+    left = lhs.transpose((*left_batch, *left_free, *left_k))
+    right = rhs.transpose((*right_batch, *right_k, *right_free))
+    y = product(
+        _merged(left, [*lead, left_free, left_k]),
+        _merged(right, [*lead, right_k, right_free]),
+        formats,
+        out_dtype,
+    )
+    whole = [sizes(lhs, left_batch)] if lead else []
+    whole += sizes(lhs, left_free), sizes(rhs, right_free)
+    for place in reversed(range(len(whole))):
+        y = y.reshape((*y.shape[:place], *whole[place], *y.shape[place + 1 :]))
+    return y
+
+
+def _merged(x: jax.Array, groups: Sequence[Sequence[int]]) -> jax.Array:
+    """Each group of neighbouring dimensions as one: one group after the other, as JAX follows
+    through a reshape no more of what explicit axes of a mesh cut."""
+    for place, group in enumerate(groups):
+        merged = math.prod(x.shape[place : place + len(group)])
+        x = x.reshape((*x.shape[:place], merged, *x.shape[place + len(group) :]))
+    return x
 
 
 def _others(ndim: int, *taken: tuple[int, ...]) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ traced, for them alone.
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -93,7 +93,8 @@ class Steps(NamedTuple):
     """What seeds draw by, two words each (``seeds.steps_of``); None where nothing is drawn.
 
     Attributes:
-        elements: of what is rounded stochastically.
+        elements: of what is rounded stochastically; of a shard, the index of its first element in
+            the whole array, too (``seeds.of_shard``).
         signs: of a transform.
     """
 
@@ -131,7 +132,7 @@ def encoded(
     format, axis, shape, noise = asked.format, asked.axis, x.shape, None
     with jax.enable_x64(True):
         if asked.seed is not None:
-            noise = random_bits(asked.seed._replace(step=_joined(steps.elements)), x)
+            noise = random_bits(_numbers(asked.seed, steps.elements), x)
         x = transformed(x, steps.signs, asked)
         if offsets is not None and axis == -2:
             x = moved_apart(x, offsets)
@@ -170,12 +171,19 @@ def _transformed(
         return hadamard.transformed(x, transform, axis, IN_FP64)
 
 
-def _joined(words: jax.Array | None) -> jax.Array | None:
+def _joined(words: jax.Array | None) -> Any:
     """The 64 bits of two words."""
     if words is None:
         return None
     low, high = words.astype(jnp.int64)
     return low | high << 32
+
+
+def _numbers(seed: Numbers, words: jax.Array | None) -> Numbers:
+    """In a step, and of a shard where its first element is told beside that."""
+    assert words is not None
+    seed = seed._replace(step=_joined(words[:2]))
+    return seed if len(words) == 2 else seed._replace(first=_joined(words[2:]))
 
 
 @partial(jax.jit, static_argnums=3)

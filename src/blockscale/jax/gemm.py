@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
 
+from ..dtypes import FLOAT32
 from ..kernels.cpu.spec import MAX_SKINNY_M, supported
 from . import gpu_gemm
 from .array import ScaledArray
 from .checks import check_out_dtype, check_plain, check_product
+from .cut import Cut
 from .dispatch import by_platform, multiplied, on_target, target_of
+from .partition import lying, partitioned
+from .product_factors import SUMMED, product_work, summed
 from .quantize import dequantize
-from .target import Target
+from .target import Target, current_target
 
-__all__ = ["exact_values", "gemm"]
+__all__ = ["exact_values", "gemm", "gemm_as"]
+
+T = TypeVar("T")
 
 
 def gemm(
@@ -43,29 +52,87 @@ def gemm(
     if bias is not None and jnp.shape(bias) != b.shape[-1:]:
         raise ValueError(f"bias: has shape {jnp.shape(bias)}; expected {b.shape[-1:]}")
     a, b = a.ungrouped() if isinstance(a, ScaledArray) else a, b.ungrouped()
-    target = target_of("gemm", partial(gpu_gemm.unsupported, a, b, out))
+    return gemm_as(a, b, out, None if bias is None else jnp.asarray(bias))
 
-    def by_values(a: ScaledArray | jax.Array, b: ScaledArray, bias: jax.Array | None) -> jax.Array:
-        acc = _product(a, b)
-        if bias is not None:
-            acc = acc + bias.astype(jnp.float32)
-        return acc.astype(out)
+
+def gemm_as(
+    a: ScaledArray | jax.Array,
+    b: ScaledArray,
+    out: np.dtype,
+    bias: jax.Array | None = None,
+    like: jax.Array | None = None,
+) -> jax.Array:
+    """The product; in a mesh with explicit axes it lies as the array that it is ``like``."""
+    target = target_of("gemm", partial(gpu_gemm.unsupported, a, b, out))
+    how = _How(out, target, current_target(), None if like is None else lying(like))
+    return _gemm(a, b, bias, how)
+
+
+class _How(NamedTuple):
+    """What a product is traced for.
+
+    Attributes:
+        target: whose kernels multiply, if there are such.
+        present: the target that is here, whose kernels may dequantize.
+    """
+
+    out: np.dtype
+    target: Target | None
+    present: Target | None
+    lies: NamedSharding | None
+
+
+@partial(jax.jit, static_argnums=3)
+def _gemm(
+    a: ScaledArray | jax.Array,
+    b: ScaledArray,
+    bias: jax.Array | None,
+    how: _How,
+) -> jax.Array:
+    out, target, _, lies = how
+    lead = a.ndim - 2
+    if target is not None:
+        a, b = _each(a), _each(b)
+
+    def run(cut: Cut) -> Callable[..., jax.Array]:
+        if SUMMED not in cut.axes:
+            return _product_of(lead, out, target)
+
+        def of_shards(
+            a: ScaledArray | jax.Array, b: ScaledArray, bias: jax.Array | None
+        ) -> jax.Array:
+            acc = summed(_product_of(lead, FLOAT32, target)(a, b, None), cut)
+            return (acc if bias is None else acc + bias.astype(FLOAT32)).astype(out)
+
+        return of_shards
+
+    return partitioned(product_work(run, a, b, bias), lies)(a, b, bias)
+
+
+def _product_of(lead: int, out: np.dtype, target: Target | None) -> Callable[..., jax.Array]:
+    """The product of operands with so many leading dimensions."""
 
     def by_kernels(
         target: Target, a: ScaledArray | jax.Array, b: ScaledArray, bias: jax.Array | None
     ) -> jax.Array:
         return gpu_gemm.multiplied(a, b, bias, out, target)
 
-    given = None if bias is None else jnp.asarray(bias)
-    product = by_platform(on_target(target, by_kernels), by_values)
-    if target is None or a.ndim == 2:
-        return product(a, b, given)
-    for _ in a.shape[:-2]:
+    product = by_platform(on_target(target, by_kernels), partial(_by_values, out=out))
+    for _ in range(lead if target is not None else 0):
         product = jax.vmap(product, (0, 0, None))  # kernels close over no array
-    return product(_each(a), _each(b), given)
+    return product
 
 
-def _each(x: ScaledArray | jax.Array) -> ScaledArray | jax.Array:
+def _by_values(
+    a: ScaledArray | jax.Array, b: ScaledArray, bias: jax.Array | None, out: np.dtype
+) -> jax.Array:
+    acc = _product(a, b)
+    if bias is not None:
+        acc = acc + bias.astype(jnp.float32)
+    return acc.astype(out)
+
+
+def _each(x: T) -> T:
     """With a global scale for each matrix."""
     if not isinstance(x, ScaledArray) or x.global_scale is None:
         return x

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 
 from .array import ScaledArray
-from .checks import Formats, formats_of
-from .gemm import gemm
+from .checks import Formats, check_out_dtype, formats_of
+from .gemm import gemm_as
 from .quantize import quantize
 from .varying import alike
 
@@ -62,7 +62,8 @@ def product(x: jax.Array, w: jax.Array, formats: Formats, out_dtype: Any) -> jax
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _product(x: jax.Array, w: jax.Array, formats: Formats, out_dtype: Any) -> jax.Array:
-    return gemm(_along(x, formats.activations, -1), _along(w, formats.weights, -2), out_dtype)
+    out = check_out_dtype(out_dtype)
+    return gemm_as(_along(x, formats.activations, -1), _along(w, formats.weights, -2), out)
 
 
 def _forward(x: jax.Array, w: jax.Array, formats: Formats, out_dtype: Any) -> Any:
@@ -80,8 +81,8 @@ def _gradients(
 ) -> Any:
     """Of ``x`` and ``w``, by what was quantized; they are given so that their gradients, which what
     was quantized does not have, are asked for."""
-    grad_x = gemm(_along(g, formats.gradients, -1), rows.mT, x.dtype)
-    grad_w = gemm(columns.mT, _along(g, formats.gradients, -2), w.dtype)
+    grad_x = gemm_as(_along(g, formats.gradients, -1), rows.mT, x.dtype, like=x)
+    grad_w = gemm_as(columns.mT, _along(g, formats.gradients, -2), w.dtype, like=w)
     return grad_x, grad_w
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ..hadamard import Hadamard
-from ..seed import Seed
+from ..seed import Numbers, Seed
+from .cut import Cut, Dims
 from .formulas import Steps
 
-__all__ = ["as_seed", "steps_of"]
+__all__ = ["as_seed", "of_shard", "steps_of"]
 
 _WORD = 0xFFFFFFFF
 
@@ -35,3 +38,20 @@ def _words(step: Any) -> jax.Array | None:
     low = jnp.asarray(step)
     high = low >> 32 if low.dtype.itemsize == 8 else -(low < 0).astype(jnp.int32)
     return jnp.stack([low.astype(jnp.uint32), high.astype(jnp.uint32)])
+
+
+def of_shard(steps: Steps, seed: Numbers, shape: Sequence[int], cut: Cut, dims: Dims) -> Steps:
+    """With the words of the index that the first element of this device's shard, which has
+    ``shape``, has in the whole array."""
+    strides = [seed.matrix] * (len(shape) - 2) + [seed.row, 1]
+    if len(shape) > 3:  # of leading dimensions, the first alone is cut
+        strides[0] *= math.prod(shape[1:-2])
+    with jax.enable_x64(True):
+        first = jnp.asarray(seed.first, jnp.int64)
+        for factor, size, stride in zip(dims, shape, strides, strict=True):
+            if factor is not None and cut.parts(factor.name) > 1:
+                index = jax.lax.axis_index(cut.axes[factor.name])
+                first += index.astype(jnp.int64) * (size * stride)
+        words = jnp.stack([first & _WORD, first >> 32 & _WORD]).astype(jnp.uint32)
+    assert steps.elements is not None
+    return steps._replace(elements=jnp.concatenate([steps.elements, words]))
