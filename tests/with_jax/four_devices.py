@@ -269,9 +269,10 @@ def test_kernels_have_shards(kind, monkeypatch):
         acc = a.dequantize(jnp.float32) @ b.dequantize(jnp.float32)
         return (acc if bias is None else acc + bias).astype(out)
 
-    def encoded(x, scalar, step, asked, _):
+    def encoded(x, *given):
+        *rest, asked, _ = given
         seen.append(x.shape)
-        return [formulas.encoded(x, scalar, step, each) for each in asked]
+        return [formulas.encoded(x, *rest, each) for each in asked]
 
     def decoded(data, scale, scalar, stored, dtype, _):
         return formulas.decoded(data, scale, scalar, stored).astype(dtype)
