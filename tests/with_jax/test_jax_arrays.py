@@ -51,6 +51,18 @@ def test_transformations(name):
     assert np.array_equal(again.data, data)
 
 
+@pytest.mark.parametrize("layout", ["tcgen05", "packed"])
+def test_layouts_that_vmap_made(layout):
+    """A batch whose scales lie in tiles stands for what its matrices do."""
+    x = normal(3, 200, 256)
+    quantize = partial(bsj.quantize, format="mxfp8", layout=layout)
+    many = jax.vmap(quantize)(x)
+    assert np.array_equal(many.dequantize(), jnp.stack([quantize(each).dequantize() for each in x]))
+    assert np.array_equal(many.mT.dequantize(), many.dequantize().mT)
+    product = bsj.gemm(many, many.mT, jnp.float32)
+    assert np.allclose(product, many.dequantize() @ many.dequantize().mT, rtol=1e-4, atol=1e-3)
+
+
 @pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize("name", bs.formats)
 def test_torch_and_back(name, axis):

@@ -114,6 +114,19 @@ def test_signs_of_a_traced_step():
     assert quantize._cache_size() == 1
 
 
+def test_steps_of_64_bits():
+    """Where JAX has 64 bits switched off, too."""
+    x, step = torch.randn(32, 64), -(2**40) + 3
+    with jax.enable_x64(True):
+        ours = jnp.int64(step)
+    how = [
+        {"seed": seed(7, at), "hadamard": bs.Hadamard(16, seed(8, at))}
+        for seed, at in ((bs.Seed, step), (bsj.Seed, ours))
+    ]
+    wanted = bs.quantize(x, "nvfp4", **how[0])
+    assert_same(bsj.quantize(of_torch(x), "nvfp4", **how[1]), wanted)
+
+
 def test_a_product_of_what_is_transformed():
     """Is what it was, but for rounding."""
     x, w = (jax.random.normal(jax.random.key(i), (64, 256)) for i in range(2))
@@ -144,6 +157,10 @@ def test_global_scales():
     ({"hadamard": 16}, TypeError, "expected blockscale.Hadamard"),
     ({"hadamard": bs.Hadamard(128)}, ValueError, "not a multiple of 128"),
     ({"format": "fp8_128x128", "square": True, "pad": True}, ValueError, "are squares"),
+    ({"global_scale": -1.0}, ValueError, "expected a positive finite number"),
+    ({"global_scale": 1e-50}, ValueError, "expected a positive finite number"),
+    ({"global_scale": 1e39}, ValueError, "expected a positive finite number"),
+    ({"global_scale": True}, TypeError, "global_scale: got True"),
     ({"square": 1}, TypeError, "square: got 1"),
     ({"square": True, "offsets": ENDS}, ValueError, "groups of offsets would cut squares"),
     ({"axis": -2, "hadamard": bs.Hadamard(16), "offsets": ENDS}, ValueError, "rows that offsets"),
@@ -157,3 +174,23 @@ def test_bad_input(how, error, match):
         jax.eval_shape(lambda x: bsj.quantize(x, **given), x)
     with pytest.raises((error, TypeError), match=match):
         bs.quantize(torch.from_numpy(x), **theirs)
+
+
+@pytest.mark.parametrize(("how", "match"), [
+    ({"seed": bs.Seed(7, torch.tensor(3))}, "its step is a Tensor of another library"),
+    ({"hadamard": bs.Hadamard(16, bs.Seed(7, torch.tensor(3)))}, "its step is a Tensor of another"),
+    ({"seed": bs.Seed(7, 0, (jnp.int32(0), 0), (64, 64))}, "expected ints, .* a step of its own"),
+])  # fmt: skip
+def test_seeds_that_cannot_be(how, match):
+    with pytest.raises(TypeError, match=match):
+        bsj.quantize(jnp.ones((32, 64)), "nvfp4", **how)
+
+
+@pytest.mark.parametrize(("x", "error", "match"), [
+    (np.ones((32, 64)), TypeError, "expected a jax.Array"),
+    (jnp.ones(64), ValueError, "expected a matrix"),
+    (jnp.ones((32, 64), int), TypeError, "cast it first"),
+])  # fmt: skip
+def test_bad_input_of_a_global_scale(x, error, match):
+    with pytest.raises(error, match=match):
+        bsj.global_scale(x, "nvfp4")

@@ -18,6 +18,7 @@ from test_jax_bytes import assert_same, nasty, of_torch
 import blockscale as bs
 import blockscale.jax as bsj
 
+KEY = jax.random.key(0)
 ROWS = 300
 SHORT = (5, 5, 6, 200)  # an empty group, one of a row, and rows of none
 #: As many each, so that functions are compiled once.
@@ -179,6 +180,28 @@ def test_nan_stays_in_its_group():
         assert np.allclose(found[i], wanted, rtol=1e-5, atol=1e-4)
 
 
+def test_nan_of_a_matrix_stays_in_its_group():
+    """Rows of other groups, and of none, are not multiplied by it."""
+    x, w = jnp.ones((64, 32)), jnp.ones((3, 16, 32)).at[1].set(jnp.nan)
+    ends = jnp.array([10, 30, 50], jnp.int32)
+    y = bsj.grouped_gemm(bsj.quantize(x), bsj.quantize(w).mT, ends, jnp.float32)
+    row = np.arange(64)
+    assert np.array_equal(np.isnan(y).all(1), (row >= 10) & (row < 30))
+    assert np.array_equal(np.isnan(y).any(1), (row >= 10) & (row < 30))
+    assert not np.asarray(y)[50:].any()
+
+
+@pytest.mark.parametrize("ends", [(40, 10, 64), (-5, 20, 99), (70, 50, 20)])
+def test_ends_in_disorder(ends):
+    """Are taken for the nearest that are in order, as kernels take them."""
+    a, b = bsj.quantize(jnp.ones((64, 32))), bsj.quantize(jax.random.normal(KEY, (3, 16, 32))).mT
+    found, wanted = (
+        bsj.grouped_gemm(a, b, jnp.array(each, jnp.int32), jnp.float32)
+        for each in (ends, np.maximum.accumulate(np.clip(ends, 0, 64)))
+    )
+    assert np.array_equal(found, wanted)
+
+
 def test_rows_in_tiles_are_multiplied():
     """By any ends, as scales are read where those that were quantized with put them."""
     theirs, ours = ends_of((5, 5, 133, 200))
@@ -216,6 +239,7 @@ def test_transformations():
 
 
 X = jnp.ones((64, 32))
+BATCH = jnp.ones((2, 32, 64))
 EACH = jnp.array([10, 64], jnp.int32)
 Q = bsj.quantize(X, "mxfp8", -2, offsets=EACH)
 PLAIN = bsj.quantize(X, "mxfp8", -2)
@@ -244,6 +268,8 @@ BAD = [
     (lambda: bsj.grouped_gemm(PLAIN.mT, bsj.quantize(jnp.ones((3, 32, 64))).mT, EACH), ValueError,
      "expected one offset for each matrix of b"),
     (lambda: bsj.grouped_gemm(Q.mT, Q, EACH, "int8"), ValueError, "out_dtype: got int8"),
+    (lambda: bsj.grouped_gemm(bsj.quantize(BATCH), bsj.quantize(jnp.ones((2, 2, 8, 64))).mT, EACH),
+     ValueError, r"a: has shape \(2, 32, 64\); expected a matrix"),
     (lambda: bsj.all_gather(Q, "d"), ValueError, "q: has groups"),
 ]  # fmt: skip
 

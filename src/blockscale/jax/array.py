@@ -91,10 +91,16 @@ class ScaledArray:
         turned = not data, not scale if self.layout == "compact" else scale
         return replace(self, axis=-3 - self.axis, turned=turned)
 
+    @property
+    def _mapped(self) -> bool:
+        """Whether vmap made this batch, of what is a matrix else."""
+        grouped = self.offsets is not None and self.offsets.ndim > 1
+        return grouped or (self.layout != "compact" and self.ndim > 2)
+
     def dequantize(self, dtype: Any = None) -> jax.Array:
         """``(element * block_scale) * global_scale``, each product rounded once to fp32, then to
         ``dtype``, by default that of what was quantized."""
-        if self.offsets is not None and self.offsets.ndim > 1:  # of a batch that vmap made
+        if self._mapped:
             return jax.vmap(lambda q: q.dequantize(dtype))(self)
         if self.offsets is not None:
             values = self.ungrouped().dequantize(dtype)
@@ -111,7 +117,7 @@ class ScaledArray:
         with zeros between them, which make it longer; scales of groups of rows are compact."""
         if self.offsets is None:
             return self
-        if self.offsets.ndim > 1:  # of a batch that vmap made
+        if self._mapped:
             return jax.vmap(ScaledArray.ungrouped)(self)
         plain, layout = replace(self, offsets=None, k_grouped=False), get_layout(self.layout)
         if self.k_grouped and self.length is not None:

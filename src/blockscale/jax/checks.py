@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..checks import check_axis, check_flag, choose
 from ..formats import FP8_BLOCK, NONFINITE, Format, get_format
@@ -26,12 +27,14 @@ from .seeds import as_seed
 __all__ = [
     "Formats",
     "Request",
+    "check_global_scale",
     "check_grouped",
     "check_out_dtype",
     "check_plain",
     "check_product",
     "check_quantize",
     "check_scaled",
+    "check_values",
     "formats_of",
 ]
 
@@ -66,19 +69,7 @@ def check_quantize(x: Any, request: Request, offsets: Any = None) -> Asked:
     rounding = kind.default_scale_rounding if scale_rounding is None else scale_rounding
     known = dict.fromkeys(kind.scale.roundings)
     choose(f"scale_rounding (of format {kind.name!r})", rounding, known)
-    if isinstance(x, ScaledArray):
-        raise TypeError(
-            "x: is a ScaledArray already; quantizing it again rounds twice: quantize the "
-            "high-precision array"
-        )
-    if not isinstance(x, jax.Array):
-        raise TypeError(f"x: got {type(x).__name__}; expected a jax.Array: pass jnp.asarray(x)")
-    if x.dtype.name not in FLOATS:
-        raise TypeError(f"x: got {x.dtype}; expected one of {', '.join(FLOATS)}: cast it first")
-    if x.ndim < 2 or 0 in x.shape:
-        raise ValueError(
-            f"x: has shape {x.shape}; expected a matrix, or a batch, that is not empty"
-        )
+    check_values(x)
     if offsets is not None:
         check_groups(x.shape, kind)
         check_offsets(offsets)
@@ -98,6 +89,35 @@ def check_quantize(x: Any, request: Request, offsets: Any = None) -> Asked:
     transform = None if request.hadamard is None else tuple(request.hadamard.for_op()[0])
     named = kind, axis, rounding, stored, nonfinite, k_major
     return Asked(*named, numbers, request.square, request.scaling, transform)
+
+
+def check_values(x: Any) -> None:
+    """Raise unless ``x`` is an array that can be quantized, of no format yet."""
+    if isinstance(x, ScaledArray):
+        raise TypeError(
+            "x: is a ScaledArray already; quantizing it again rounds twice: quantize the "
+            "high-precision array"
+        )
+    if not isinstance(x, jax.Array):
+        raise TypeError(f"x: got {type(x).__name__}; expected a jax.Array: pass jnp.asarray(x)")
+    if x.dtype.name not in FLOATS:
+        raise TypeError(f"x: got {x.dtype}; expected one of {', '.join(FLOATS)}: cast it first")
+    if x.ndim < 2 or 0 in x.shape:
+        raise ValueError(
+            f"x: has shape {x.shape}; expected a matrix, or a batch, that is not empty"
+        )
+
+
+def check_global_scale(given: Any) -> None:
+    """Raise unless it is an array, whose values are not looked at, or a positive number of fp32."""
+    if isinstance(given, jax.Array | np.ndarray):
+        return
+    if isinstance(given, bool) or not isinstance(given, int | float | np.number):
+        raise TypeError(f"global_scale: got {given!r}; expected a number, or a float32 array")
+    with np.errstate(over="ignore"):
+        rounded = np.float32(given)
+    if not 0 < rounded < np.inf:
+        raise ValueError(f"global_scale: got {given}; expected a positive finite number of fp32")
 
 
 def _check_further(x: jax.Array, kind: Format, axis: int, request: Request, grouped: bool) -> None:
@@ -170,6 +190,8 @@ def check_grouped(a: Any, b: Any, offsets: Any) -> bool:
         found = getattr(a, "dtype", type(a).__name__)
         raise TypeError(f"a: got {found}; expected a ScaledArray with offsets=offsets, as b")
     check_product(a, b, batched=not along_k)
+    if a.ndim != 2:
+        raise ValueError(f"a: has shape {a.shape}; expected a matrix, whose rows are in groups")
     check_offsets(offsets)
     count = offsets.shape[0]
     if not along_k and b.shape[0] != count:

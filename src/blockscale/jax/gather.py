@@ -13,7 +13,7 @@ from ..hadamard import Hadamard, check_transform
 from ..quantization import check_scaling
 from . import dispatch
 from .array import ScaledArray
-from .checks import check_scaled
+from .checks import check_scaled, check_values
 from .formulas import Globally, global_scale_of, largest_finite
 from .seeds import steps_of
 
@@ -80,13 +80,14 @@ def global_scale(
 
     >>> q = bsj.quantize(x, "nvfp4", global_scale=bsj.global_scale(x, "nvfp4", "data"))
 
-    ``axis``, ``hadamard`` and ``scaling`` are those of :func:`quantize`. Raises ValueError for
-    formats without one.
+    ``axis``, ``hadamard`` and ``scaling`` are those of :func:`quantize`. Raises TypeError or
+    ValueError as that, and ValueError for formats without one.
     """
     kind, axis = get_format(format), check_axis(axis)
     if not kind.has_global_scale:
         raise ValueError(f"format: {kind.name!r} has no global scale")
     check_scaling(scaling, kind)
+    check_values(x)
     numbers = None
     if hadamard is not None:
         check_transform(hadamard, x.shape, axis)

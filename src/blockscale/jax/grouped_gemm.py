@@ -15,7 +15,7 @@ from .array import ScaledArray
 from .checks import check_grouped, check_out_dtype
 from .dispatch import by_platform, on_target, target_of
 from .gemm import exact_values
-from .groups import tile_numbers
+from .groups import inside, tile_numbers
 from .target import Target
 from .varying import alike
 
@@ -62,9 +62,7 @@ def _of_rows(
     target = target_of("grouped_gemm", partial(gpu_gemm.unsupported, a, b, out, groups=b.shape[0]))
 
     def by_values(a: ScaledArray | jax.Array, b: ScaledArray, offsets: jax.Array) -> jax.Array:
-        sizes, exact = jnp.diff(offsets, prepend=0), jax.lax.Precision.HIGHEST
-        values = exact_values(a), exact_values(b)
-        return jax.lax.ragged_dot(*values, sizes, precision=exact).astype(out)
+        return _each_by_its_own(exact_values(a), exact_values(b), offsets).astype(out)
 
     def by_kernels(
         target: Target, a: ScaledArray | jax.Array, b: ScaledArray, offsets: jax.Array
@@ -72,6 +70,22 @@ def _of_rows(
         return gpu_gemm.grouped(a, b, offsets, out, target)
 
     return by_platform(on_target(target, by_kernels), by_values)(a, b, offsets)
+
+
+def _each_by_its_own(a: jax.Array, b: jax.Array, offsets: jax.Array) -> jax.Array:
+    """Products of all rows by one matrix after the other, of which each group keeps its own:
+    ``lax.ragged_dot`` multiplies zeros by the others on a CPU, where NaN of one is all groups', and
+    makes a copy of the rows for each."""
+    ends, row = inside(offsets, a.shape[0]), jnp.arange(a.shape[0], dtype=jnp.int32)[:, None]
+
+    def choose(y: jax.Array, group: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
+        matrix, start, end = group
+        found = jnp.matmul(a, matrix, precision=jax.lax.Precision.HIGHEST)
+        return jnp.where((row >= start) & (row < end), found, y), None
+
+    groups = b, jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]]), ends
+    start, *_ = alike(jnp.zeros((a.shape[0], b.shape[-1]), jnp.float32), a, *groups)
+    return jax.lax.scan(choose, start, groups)[0]
 
 
 def _of_columns(a: ScaledArray, b: ScaledArray, offsets: jax.Array, out: np.dtype) -> jax.Array:

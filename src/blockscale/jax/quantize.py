@@ -13,7 +13,7 @@ from ..formats import Format
 from ..hadamard import Hadamard
 from ..seed import Seed
 from .array import ScaledArray
-from .checks import Request, check_quantize, check_scaled
+from .checks import Request, check_global_scale, check_quantize, check_scaled
 from .dispatch import encoded
 from .dispatch import global_scale as default_global_scale
 from .formulas import Asked, Steps
@@ -54,7 +54,8 @@ def quantize(
         nonfinite: "propagate": a NaN or infinity makes its whole block NaN; "te": as Transformer
             Engine, a NaN stays alone and an infinity saturates.
         global_scale: fp32 multiplier that dequantizes, of NVFP4; default ``amax(x) / (448 * 6)``.
-            Or ``x.shape[:-2]``, one for each matrix. Not looked at: positive and finite.
+            Or ``x.shape[:-2]``, one for each matrix. Positive and finite: a number is looked at, an
+            array is not.
         pad: allow a contraction that is no multiple of the block.
         offsets: int32 (groups,), ascending: the end of each expert's rows (dimension -2 of a
             matrix); may be traced, and values are not looked at. With ``axis=-2`` blocks start anew
@@ -102,8 +103,8 @@ def quantize_both(
 
     >>> rows, columns = bsj.quantize_both(jnp.ones((256, 512)), "mxfp8")
 
-    Takes the arguments of :func:`quantize` but ``hadamard``. Returns the arrays along -1 and along
-    -2; raises as that does.
+    Takes the arguments of :func:`quantize` but ``axis``, ``layout`` and ``hadamard``: scales are
+    compact. Returns the arrays along -1 and along -2; raises as that does.
     """
     how = scale_rounding, "compact", nonfinite, pad, k_major, seed, square, scaling
     both = [check_quantize(x, Request(format, axis, *how), offsets) for axis in (-1, -2)]
@@ -137,6 +138,7 @@ def _global_scale(
         return None
     if given is None:
         return default_global_scale(x, steps.signs, asked.globally)
+    check_global_scale(given)
     scalar = jnp.asarray(given, jnp.float32)
     if scalar.shape != x.shape[:-2]:
         if scalar.size != 1:

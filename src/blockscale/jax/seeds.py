@@ -20,7 +20,15 @@ _WORD = 0xFFFFFFFF
 
 
 def as_seed(seed: int | Seed) -> Seed:
-    return seed if isinstance(seed, Seed) else Seed(seed)
+    """A seed. TypeError for a part whose place is an array, by which nothing can be traced."""
+    found = seed if isinstance(seed, Seed) else Seed(seed)
+    if any(isinstance(n, jax.Array) for n in (*found.origin, *found.shape)):
+        raise TypeError(
+            f"seed: has origin={found.origin} and shape={found.shape}; expected ints, which are "
+            "known when a function is traced: give each shard a step of its own instead, "
+            "blockscale.Seed(value, step * shards + jax.lax.axis_index(name))"
+        )
+    return found
 
 
 def steps_of(seed: int | Seed | None, hadamard: Hadamard | None = None) -> Steps:
@@ -35,9 +43,14 @@ def _words(step: Any) -> jax.Array | None:
         return None
     if isinstance(step, int):
         return jnp.asarray([step & _WORD, step >> 32 & _WORD], jnp.uint32)
-    low = jnp.asarray(step)
-    high = low >> 32 if low.dtype.itemsize == 8 else -(low < 0).astype(jnp.int32)
-    return jnp.stack([low.astype(jnp.uint32), high.astype(jnp.uint32)])
+    if not isinstance(step, jax.Array):
+        raise TypeError(
+            f"seed: its step is a {type(step).__name__} of another library; expected an int, or an "
+            "int32, uint32 or int64 jax.Array: pass int(step)"
+        )
+    with jax.enable_x64(True):  # else an int64 loses its high word
+        high = step >> 32 if step.dtype.itemsize == 8 else -(step < 0).astype(jnp.int32)
+        return jnp.stack([step.astype(jnp.uint32), high.astype(jnp.uint32)])
 
 
 def of_shard(steps: Steps, seed: Numbers, shape: Sequence[int], cut: Cut, dims: Dims) -> Steps:
