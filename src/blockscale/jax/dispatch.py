@@ -18,7 +18,7 @@ from ..layouts.base import as_bytes
 from ..layouts.scales import unswizzle_scale
 from . import factors, formulas, gpu_dequantize, gpu_quantize
 from .cut import Cut, Work, names_of
-from .formulas import Asked, Globally, Steps, Stored
+from .formulas import Asked, GlobalScale, Steps, Stored
 from .groups import as_stored, moved_apart
 from .partition import partitioned
 from .seeds import of_shard
@@ -192,7 +192,7 @@ def _decode(stored: Stored, dtype: np.dtype, target: Target | None) -> Callable[
     return run
 
 
-def global_scale(x: jax.Array, step: jax.Array | None, asked: Globally) -> jax.Array:
+def global_scale(x: jax.Array, step: jax.Array | None, asked: GlobalScale) -> jax.Array:
     """The global scale of all of ``x``; ``step``: of a transform's signs."""
     target = target_of("global_scale", partial(gpu_quantize.unsupported_global_scale, asked))
     return _global_scale(x, step, asked, target)
@@ -200,7 +200,7 @@ def global_scale(x: jax.Array, step: jax.Array | None, asked: Globally) -> jax.A
 
 @partial(jax.jit, static_argnums=(2, 3))
 def _global_scale(
-    x: jax.Array, step: jax.Array | None, asked: Globally, target: Target | None
+    x: jax.Array, step: jax.Array | None, asked: GlobalScale, target: Target | None
 ) -> jax.Array:
     def by_formulas(x: jax.Array, step: jax.Array | None) -> jax.Array:
         return formulas.global_scale_of(formulas.largest_finite(x, step, asked), asked)

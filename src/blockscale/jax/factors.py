@@ -15,7 +15,7 @@ import jax
 
 from ..formats import Format
 from .cut import Dims, Factor
-from .formulas import Asked, Globally, Stored
+from .formulas import Asked, GlobalScale, Stored
 
 __all__ = [
     "Matrix",
@@ -32,7 +32,7 @@ __all__ = [
 Matrix = tuple[tuple[str, int | None], tuple[str, int | None]]
 
 
-def of_values(shape: Sequence[int], asked: Globally) -> Dims:
+def of_values(shape: Sequence[int], asked: GlobalScale) -> Dims:
     """Of an array whose largest magnitude is looked for: cut between blocks of a transform."""
     return plain(len(shape), _matrix(shape, [_rotated(asked)], fits=True))
 
@@ -74,7 +74,7 @@ def _along(block: tuple[int, int], axis: int) -> tuple[int, int]:
     return block if axis == -1 else block[::-1]
 
 
-def _rotated(asked: Asked | Globally) -> tuple[int, int]:
+def _rotated(asked: Asked | GlobalScale) -> tuple[int, int]:
     """Rows and columns of a transform's blocks."""
     return _along((1, 1 if asked.hadamard is None else asked.hadamard[0]), asked.axis)
 

@@ -36,7 +36,7 @@ from .groups import as_stored, moved_apart
 __all__ = [
     "FLOATS",
     "Asked",
-    "Globally",
+    "GlobalScale",
     "Steps",
     "Stored",
     "decoded",
@@ -76,11 +76,11 @@ class Asked(NamedTuple):
         return self.format.squared if self.square else self.format
 
     @property
-    def globally(self) -> Globally:
-        return Globally(self.format, self.scaling, self.hadamard, self.axis)
+    def global_scale(self) -> GlobalScale:
+        return GlobalScale(self.format, self.scaling, self.hadamard, self.axis)
 
 
-class Globally(NamedTuple):
+class GlobalScale(NamedTuple):
     """How a global scale is found, by the names of :class:`Asked`."""
 
     format: Format
@@ -156,7 +156,7 @@ def encoded(
         return as_stored(data, stored, asked, offsets, shape)
 
 
-def transformed(x: jax.Array, step: jax.Array | None, asked: Asked | Globally) -> jax.Array:
+def transformed(x: jax.Array, step: jax.Array | None, asked: Asked | GlobalScale) -> jax.Array:
     """``x``, or what a transform before makes of it, fp32, with signs drawn in a step."""
     return x if asked.hadamard is None else _transformed(x, step, asked.hadamard, asked.axis)
 
@@ -204,7 +204,7 @@ def decoded(
 
 
 @partial(jax.jit, static_argnums=2)
-def largest_finite(x: jax.Array, step: jax.Array | None, asked: Globally) -> jax.Array:
+def largest_finite(x: jax.Array, step: jax.Array | None, asked: GlobalScale) -> jax.Array:
     """The largest finite magnitude of what is quantized, fp32; ``step``: of a transform's signs."""
     x = transformed(x, step, asked)
     with jax.enable_x64(True):
@@ -212,7 +212,7 @@ def largest_finite(x: jax.Array, step: jax.Array | None, asked: Globally) -> jax
 
 
 @partial(jax.jit, static_argnums=1)
-def global_scale_of(amax: jax.Array, asked: Globally) -> jax.Array:
+def global_scale_of(amax: jax.Array, asked: GlobalScale) -> jax.Array:
     """The global scale of an array whose largest finite magnitude is ``amax``."""
     with jax.enable_x64(True):
         return global_scale_from_amax(amax, asked.format, asked.scaling)

@@ -14,7 +14,7 @@ from ..quantization import check_scaling
 from . import dispatch
 from .array import ScaledArray
 from .checks import check_scaled, check_values
-from .formulas import Globally, global_scale_of, largest_finite
+from .formulas import GlobalScale, global_scale_of, largest_finite
 from .seeds import steps_of
 
 __all__ = ["all_gather", "global_scale"]
@@ -92,7 +92,7 @@ def global_scale(
     if hadamard is not None:
         check_transform(hadamard, x.shape, axis)
         numbers = tuple(hadamard.for_op()[0])
-    asked = Globally(kind, scaling, numbers, axis)
+    asked = GlobalScale(kind, scaling, numbers, axis)
     x, step = jax.lax.stop_gradient(x), steps_of(None, hadamard).signs
     if axis_name is None:
         return dispatch.global_scale(x, step, asked)

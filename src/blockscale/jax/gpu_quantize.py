@@ -12,7 +12,7 @@ from ..formats import Format
 from ..kernels.quantizers.config import AmaxConfig, Config, Request, choose_config
 from ..kernels.quantizers.output_shapes import output_shapes
 from ..kernels.quantizers.refusals import why_not
-from .formulas import Asked, Globally, Steps
+from .formulas import Asked, GlobalScale, Steps
 from .target import Target
 
 __all__ = ["encoded", "global_scale", "unsupported", "unsupported_global_scale"]
@@ -27,9 +27,9 @@ def unsupported(
     return why_not(_request(asked, grouped), target.gpu.arch)
 
 
-def unsupported_global_scale(asked: Globally, target: Target) -> str:
+def unsupported_global_scale(asked: GlobalScale, target: Target) -> str:
     """Why kernels cannot find a global scale so; empty where they can."""
-    return why_not(_request_globally(asked)._replace(scaling="amax"), target.gpu.arch)
+    return why_not(_amax_request(asked), target.gpu.arch)
 
 
 def encoded(
@@ -69,10 +69,10 @@ def encoded(
 
 
 def global_scale(
-    x: jax.Array, step: jax.Array | None, asked: Globally, target: Target
+    x: jax.Array, step: jax.Array | None, asked: GlobalScale, target: Target
 ) -> jax.Array:
     """The global scale of all of ``x``; ``step``: of a transform's signs."""
-    request = _request_globally(asked)._replace(axes=(), layouts=(), scaling="amax")
+    request = _amax_request(asked)._replace(axes=(), layouts=())
     matrix = x.reshape(-1, x.shape[-1])
     config = _choose(matrix, request, target)
     assert isinstance(config, AmaxConfig)
@@ -83,7 +83,7 @@ def global_scale(
     return target.launch(config, (matrix,), partials, scalar, None, signs)[1]
 
 
-def _signs(asked: Asked | Globally, step: jax.Array | None) -> tuple[Any, ...]:
+def _signs(asked: Asked | GlobalScale, step: jax.Array | None) -> tuple[Any, ...]:
     """What a kernel takes of a transform: its bits, or a step and the value that draw them."""
     if asked.hadamard is None:
         return ()
@@ -91,9 +91,8 @@ def _signs(asked: Asked | Globally, step: jax.Array | None) -> tuple[Any, ...]:
     return (*words,) if step is None else (step, *words)
 
 
-def _request_globally(asked: Globally) -> Request:
-    request = Request(asked.format.name, (asked.axis,), scaling=asked.scaling)
-    return _transforming(request, asked.hadamard)
+def _amax_request(asked: GlobalScale) -> Request:
+    return _transforming(Request(asked.format.name, (asked.axis,)), asked.hadamard)
 
 
 def _transforming(request: Request, hadamard: tuple[int, ...] | None) -> Request:

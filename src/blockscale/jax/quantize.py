@@ -137,7 +137,7 @@ def _global_scale(
             raise ValueError(f"global_scale: {format.name!r} has none; leave it out")
         return None
     if given is None:
-        return default_global_scale(x, steps.signs, asked.globally)
+        return default_global_scale(x, steps.signs, asked.global_scale)
     check_global_scale(given)
     scalar = jnp.asarray(given, jnp.float32)
     if scalar.shape != x.shape[:-2]:
