@@ -61,6 +61,6 @@ def _bounds(offsets: Array) -> tuple[Array, Array]:
 
 
 def _steps(starts: Array) -> Array:
-    """How far each group is moved."""
+    """By how many places each group is moved from where it starts."""
     number = namespace(starts).arange(starts.shape[0], device=device_of(starts))
     return (starts // GROUP_TILE + number) * GROUP_TILE - starts

@@ -10,6 +10,7 @@ pytest.importorskip("jax", reason="jax is not installed")
 
 import jax
 import jax.numpy as jnp
+from jax_cases import of_layouts
 
 import blockscale as bs
 import blockscale.jax as bsj
@@ -84,9 +85,7 @@ def test_every_bfloat16(name):
         assert_same(bsj.quantize(of_torch(each), name, -1), bs.quantize(each, name, -1))
 
 
-@pytest.mark.parametrize(("name", "layout"), [
-    ("mxfp8", "tcgen05"), ("nvfp4", "tcgen05"), ("mxfp4", "packed"), ("fp8_1x128", "sm90"),
-])  # fmt: skip
+@of_layouts
 @pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.usefixtures("way")
 def test_layouts(name, layout, axis):

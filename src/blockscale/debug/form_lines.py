@@ -178,7 +178,7 @@ def _added_up(numbers: np.ndarray, starts: np.ndarray, count: np.ndarray) -> np.
 
 
 def _compared_texts(sums: np.ndarray) -> list[str]:
-    """Of elements that were compared, of each line."""
+    """The text that each line has of its elements that were compared."""
     knows = sums[:, 0] > 0
     sums = np.where(knows[:, None], sums, 1)
     shares = sums[:, [SUMS.index(name) for name in ("flushed", "saturated", "zeros")]] / sums[:, :1]

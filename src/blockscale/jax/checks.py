@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -36,11 +37,12 @@ __all__ = [
     "check_scaled",
     "check_values",
     "formats_of",
+    "transform_of",
 ]
 
 
 class Request(NamedTuple):
-    """What a caller asks for, by the names of ``quantize``."""
+    """The arguments of ``quantize`` that say how, as a caller gave them."""
 
     format: str | Format
     axis: int
@@ -84,9 +86,10 @@ def check_quantize(x: Any, request: Request, offsets: Any = None) -> Asked:
             f"layout: {stored.name!r} does not hold scales of {kind.name!r} with shape {x.shape}; "
             "choose 'compact', or flatten leading dimensions into the rows"
         )
-    _check_further(x, kind, axis, request, offsets is not None)
+    _check_further(x, kind, request, offsets is not None)
+    transform = transform_of(request.hadamard, x.shape, axis, ["offsets"] * (offsets is not None))
+    check_eden(request.scaling, request.hadamard, seed is not None)
     numbers = None if seed is None else numbers_of(as_seed(seed), x.shape)._replace(step=0)
-    transform = None if request.hadamard is None else tuple(request.hadamard.for_op()[0])
     named = kind, axis, rounding, stored, nonfinite, k_major
     return Asked(*named, numbers, request.square, request.scaling, transform)
 
@@ -120,16 +123,22 @@ def check_global_scale(given: Any) -> None:
         raise ValueError(f"global_scale: got {given}; expected a positive finite number of fp32")
 
 
-def _check_further(x: jax.Array, kind: Format, axis: int, request: Request, grouped: bool) -> None:
-    """Of squares, scalings and transforms."""
-    square, scaling, hadamard, seeded = *request[-3:], request.seed is not None
-    check_rounding(scaling, square, seeded)
-    check_scaling(scaling, kind)
-    if square:
+def _check_further(x: jax.Array, kind: Format, request: Request, grouped: bool) -> None:
+    """Raise unless ``x`` can have such squares and scales."""
+    check_rounding(request.scaling, request.square, request.seed is not None)
+    check_scaling(request.scaling, kind)
+    if request.square:
         check_square(x.shape, kind, grouped)
-    if hadamard is not None:
-        check_transform(hadamard, x.shape, axis, ["offsets"] * grouped)
-    check_eden(scaling, hadamard, seeded)
+
+
+def transform_of(
+    hadamard: Hadamard | None, shape: Sequence[int], axis: int, orders: Sequence[str] = ()
+) -> tuple[int, ...] | None:
+    """The numbers of a transform (``Hadamard.for_op``), or None; raise as ``check_transform``."""
+    if hadamard is None:
+        return None
+    check_transform(hadamard, shape, axis, orders)
+    return tuple(hadamard.for_op()[0])
 
 
 def check_offsets(offsets: Any) -> None:

@@ -30,7 +30,7 @@ Axes = tuple[tuple[str, ...], ...]
 
 
 def names_of(dims: Dims) -> tuple[str, ...]:
-    """Of the factors."""
+    """The names of the factors that dimensions have."""
     return tuple(each.name for each in dims if each is not None)
 
 
@@ -48,7 +48,7 @@ class Cut(NamedTuple):
     sizes: Mapping[str, int]
 
     def parts(self, name: str) -> int:
-        """How many shards a factor has."""
+        """Tell how many shards a factor has."""
         return math.prod(self.sizes[axis] for axis in self.axes.get(name, ()))
 
     def axes_of(self, dims: Dims) -> tuple[str, ...]:

@@ -33,20 +33,21 @@ Matrix = tuple[tuple[str, int | None], tuple[str, int | None]]
 
 
 def of_values(shape: Sequence[int], asked: GlobalScale) -> Dims:
-    """Of an array whose largest magnitude is looked for: cut between blocks of a transform."""
+    """Dimensions of an array whose largest magnitude is looked for, which is cut between blocks of
+    a transform."""
     return plain(len(shape), _matrix(shape, [_rotated(asked)], fits=True))
 
 
 def whole(tree: Any) -> list[Dims]:
-    """Of arrays that are not cut."""
+    """Dimensions of arrays that are not cut, one entry for each leaf."""
     return [()] * len(jax.tree.leaves(tree))
 
 
 def of_quantize(
     shape: Sequence[int], scalar: jax.Array | None, asked: Sequence[Asked], grouped: bool
 ) -> tuple[Dims, list[Dims], list[Dims]]:
-    """Of ``x``, of its global scale, if it has one, and of data and scales along each axis. Rows
-    that are ``grouped`` are not cut."""
+    """Dimensions of ``x``, of its global scale, if it has one, and of data and scales along each
+    axis. Rows that are ``grouped`` are not cut."""
     ndim, seed = len(shape), asked[0].seed
     fits = all(each.layout.name == "compact" for each in asked) and not grouped
     blocks = [_along(each.blocked.block, each.axis) for each in asked]
@@ -61,7 +62,7 @@ def of_quantize(
 
 
 def of_dequantize(stored: Stored, scalar: jax.Array | None) -> tuple[Dims, list[Dims]]:
-    """Of the values, and of data, scales and the global scale."""
+    """Dimensions of the values, and of data, scales and the global scale."""
     format, axis, layout, shape, turned = stored
     matrix = _matrix(shape, [_along(format.block, axis)], layout == "compact")
     values = plain(len(shape), matrix)
@@ -89,7 +90,8 @@ def _matrix(shape: Sequence[int], blocks: Sequence[tuple[int, int]], fits: bool)
 
 
 def plain(ndim: int, matrix: Matrix, kept: int = 0) -> Dims:
-    """Of values: leading dimensions, but for so many after the first, and the matrix."""
+    """Dimensions of values: those of the matrix, and leading ones, of which so many after the first
+    are ``kept`` whole."""
     last = [None if unit is None else Factor(name, unit) for name, unit in matrix]
     return (*_lead(ndim - 2, kept), *last)
 
@@ -106,7 +108,7 @@ def parts(
     turned: tuple[bool, bool],
     kept: int = 0,
 ) -> list[Dims]:
-    """Of data and of scales."""
+    """Dimensions of data and of scales."""
     block = _along(format.block, axis)
     data, scale = list[Factor | None](), list[Factor | None]()
     for place, (name, unit), size in zip((-2, -1), matrix, block, strict=True):

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 
 from ..checks import check_axis
 from ..formats import Format, get_format
-from ..hadamard import Hadamard, check_transform
+from ..hadamard import Hadamard
 from ..quantization import check_scaling
 from . import dispatch
 from .array import ScaledArray
-from .checks import check_scaled, check_values
+from .checks import check_scaled, check_values, transform_of
 from .formulas import GlobalScale, global_scale_of, largest_finite
 from .seeds import steps_of
 
@@ -88,11 +88,7 @@ def global_scale(
         raise ValueError(f"format: {kind.name!r} has no global scale")
     check_scaling(scaling, kind)
     check_values(x)
-    numbers = None
-    if hadamard is not None:
-        check_transform(hadamard, x.shape, axis)
-        numbers = tuple(hadamard.for_op()[0])
-    asked = GlobalScale(kind, scaling, numbers, axis)
+    asked = GlobalScale(kind, scaling, transform_of(hadamard, x.shape, axis), axis)
     x, step = jax.lax.stop_gradient(x), steps_of(None, hadamard).signs
     if axis_name is None:
         return dispatch.global_scale(x, step, asked)

@@ -35,12 +35,13 @@ def steps_of(seed: int | Seed | None, hadamard: Hadamard | None = None) -> Steps
     """What a seed, and the one of a transform's signs, draw by: two uint32 each, the lower one
     first, as JAX has 64 bits switched off."""
     signs = None if hadamard is None else hadamard.for_op()[1]
-    return Steps(_words(None if seed is None else as_seed(seed).step), _words(signs))
+    return Steps(
+        None if seed is None else _words(as_seed(seed).step),
+        None if signs is None else _words(signs),
+    )
 
 
-def _words(step: Any) -> jax.Array | None:
-    if step is None:
-        return None
+def _words(step: Any) -> jax.Array:
     if isinstance(step, int):
         return jnp.asarray([step & _WORD, step >> 32 & _WORD], jnp.uint32)
     if not isinstance(step, jax.Array):
@@ -65,6 +66,5 @@ def of_shard(steps: Steps, seed: Numbers, shape: Sequence[int], cut: Cut, dims: 
             if factor is not None and cut.parts(factor.name) > 1:
                 index = jax.lax.axis_index(cut.axes[factor.name])
                 first += index.astype(jnp.int64) * (size * stride)
-        words = jnp.stack([first & _WORD, first >> 32 & _WORD]).astype(jnp.uint32)
     assert steps.elements is not None
-    return steps._replace(elements=jnp.concatenate([steps.elements, words]))
+    return steps._replace(elements=jnp.concatenate([steps.elements, _words(first)]))
